@@ -1,0 +1,32 @@
+# make copy       install, then train GATO on the copy task (minutes on two cores)
+# make test       install, then lint, type-check and run the tests (15 minutes on two cores)
+# make test-all   the same with the full product of options instead of a covering array
+# make test-gpu   the tests that need a GPU
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: copy test test-all test-gpu lint
+
+$(VENV)/installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[experiments,test]'
+	touch $@
+
+copy: $(VENV)/installed
+	$(BIN)/python -m experiments.copy --cell=gato
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-all: lint
+	$(BIN)/python -m pytest --full
+
+test-gpu: $(VENV)/installed
+	$(BIN)/python -m pytest tests/gpu

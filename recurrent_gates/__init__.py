@@ -1,0 +1,81 @@
+"""Recurrent cells that remember, for JAX and Flax.
+
+Letters: T time, B batch, D input, F features, J = F/2 GATO pairs. Time-major inside. Order is
+always ``(carry, x) -> (carry, y)``.
+"""
+
+from recurrent_gates.base import Cell, SlotCell, linear_project
+from recurrent_gates.carry import CarryFn, Damp, Detach, Zoneout, draw_noise
+from recurrent_gates.cells import (
+    CELLS,
+    GRU,
+    JANET,
+    LSTM,
+    Elman,
+    Exploding,
+    FlaxCell,
+    HiddenState,
+    LSTMState,
+    UnknownCellError,
+    count_parameters,
+    elman_step,
+    gru_step,
+    lstm_step,
+)
+from recurrent_gates.gates import GATES, Gate, cumax, refine, trainable_mask
+from recurrent_gates.gato import (
+    GATO,
+    GatedDecay,
+    GATOMap,
+    GATOState,
+    OneLayer,
+    SlotMap,
+    TwoLayer,
+    gato_step,
+)
+from recurrent_gates.layers import RNN, Stack
+from recurrent_gates.scan import Backend, unroll
+from recurrent_gates.version import __version__
+
+__all__ = [
+    "CELLS",
+    "GATES",
+    "GATO",
+    "GRU",
+    "JANET",
+    "LSTM",
+    "RNN",
+    "Backend",
+    "CarryFn",
+    "Cell",
+    "Damp",
+    "Detach",
+    "Elman",
+    "Exploding",
+    "FlaxCell",
+    "GATOMap",
+    "GATOState",
+    "Gate",
+    "GatedDecay",
+    "HiddenState",
+    "LSTMState",
+    "OneLayer",
+    "SlotCell",
+    "SlotMap",
+    "Stack",
+    "TwoLayer",
+    "UnknownCellError",
+    "Zoneout",
+    "__version__",
+    "count_parameters",
+    "cumax",
+    "draw_noise",
+    "elman_step",
+    "gato_step",
+    "gru_step",
+    "linear_project",
+    "lstm_step",
+    "refine",
+    "trainable_mask",
+    "unroll",
+]

@@ -1,0 +1,302 @@
+"""A hand-written backward pass for cells that name their recurrent products.
+
+The forward loop keeps each pre-activation and each carry once. The backward loop replays a
+step from them without computing a recurrent product again, and hands out the cotangents of
+the pre-activations; the weights' gradients are formed after it, one product over all steps.
+
+Where fields only accumulate (GATO's s) the loop runs the other fields alone. The increments
+of a whole chunk are then computed at once, outside the loop, and added up. Chunks are
+rematerialised by the driver, so that the [T, B, k * J] activations are never all alive.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from recurrent_gates.base import Carry, Cell, Params, Slots, pre_activations
+from recurrent_gates.carry import CarryFn, apply_before, get_field
+from recurrent_gates.scan import Segment, Settings, Stream, advance, masked_output, select
+
+CHUNK = 8
+"""Steps per chunk for cells with accumulated fields, where the driver is not told otherwise."""
+
+CarryFns = tuple[CarryFn, ...]
+
+
+def unsupported(cell: Cell, carry_fns: CarryFns, carry: Carry) -> str | None:
+    """Why this backend does not serve a request, in one sentence; None if it does."""
+    params = jax.eval_shape(lambda key: cell.init_params(key, 1), jax.random.key(0))
+    if cell.recurrent_weights(params) is None:
+        return f"{type(cell).__name__} with these settings does not name its recurrent products."
+    for fn in carry_fns:
+        get_field(carry, fn.field)  # an unknown field is an error under any backend
+        if cell.accumulated and not isinstance(fn.field, str):
+            return "a carry function must name its field where fields accumulate."
+    return None
+
+
+def segment(
+    settings: Settings,
+    params: Params,
+    xs: Any,
+    carry: Carry,
+    fresh: Carry,
+    carry_fns: CarryFns,
+    stream: Stream,
+    keep_carries: bool,
+) -> Segment:
+    """A stretch of time; same contract as ``scan_segment``."""
+    cell = settings.cell
+    z = cell.project(params, xs)
+    weights = cell.recurrent_weights(params)
+    z_loop = cell.loop_input(z)
+    if not cell.accumulated:
+        last, carries = _recurrence(settings, weights, z_loop, carry, fresh, carry_fns, stream)
+    else:
+        loop_fns, loop_stream = _part(cell, carry_fns, stream, accumulated=False)
+        _, looped = _recurrence(
+            settings,
+            weights,
+            z_loop,
+            _without(cell, carry),
+            _without(cell, fresh),
+            loop_fns,
+            loop_stream,
+        )
+        last, carries = _accumulate(settings, params, z, carry, fresh, carry_fns, stream, looped)
+    ys = masked_output(stream.valid, cell.emit(params, carries, z))
+    return Segment(last, ys, carries if keep_carries else None)
+
+
+# The loop over the fields that feed back.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _recurrence(
+    settings: Settings,
+    weights: Params,
+    z: Slots,
+    carry: Carry,
+    fresh: Carry,
+    carry_fns: CarryFns,
+    stream: Stream,
+) -> tuple[Carry, Carry]:
+    """The carries of all steps, and the last one."""
+    (last, carries), _ = _forward(settings, weights, z, carry, fresh, carry_fns, stream)
+    return last, carries
+
+
+def _forward(
+    settings: Settings,
+    weights: Params,
+    z: Slots,
+    carry: Carry,
+    fresh: Carry,
+    carry_fns: CarryFns,
+    stream: Stream,
+) -> tuple[tuple[Carry, Carry], Any]:
+    cell = settings.cell
+
+    def body(c: Carry, inputs: tuple[Slots, Stream]) -> tuple[Carry, Any]:
+        z_t, stream_t = inputs
+        kept = {}
+        joined = pre_activations(functools.partial(cell.product, weights), z_t, cell.separate)
+
+        def product(slot: str, x: jax.Array) -> jax.Array:
+            kept[slot] = joined(slot, x)
+            return kept[slot]
+
+        c = advance(lambda c: cell.update(c, z_t, product), c, fresh, carry_fns, stream_t)
+        return c, (c, kept)
+
+    last, (carries, pre) = jax.lax.scan(
+        body, carry, (z, stream), reverse=settings.reverse, unroll=settings.unroll
+    )
+    # Of z only the slots that update reads by themselves; the others are inside pre.
+    apart = {slot: z[slot] for slot in cell.separate}
+    dtypes = {slot: jnp.zeros((), value.dtype) for slot, value in z.items()}
+    kept = (weights, carry, fresh, carry_fns, stream, carries, pre, apart, dtypes)
+    return (last, carries), kept
+
+
+def _backward(settings: Settings, kept: Any, cotangents: tuple[Carry, Carry]) -> tuple:
+    weights, carry, fresh, carry_fns, stream, carries, pre, apart, dtypes = kept
+    cell, reverse = settings.cell, settings.reverse
+    dtype = next(iter(dtypes.values())).dtype
+    d_last, d_carries = cotangents
+    steps = jax.tree.leaves(carries)[0].shape[0]
+    first, towards_first = (steps - 1, 1) if reverse else (0, -1)
+    replay = functools.partial(_replay, cell, dtype)
+
+    def previous(t: jax.Array) -> Carry:
+        at = jnp.clip(t + towards_first, 0, steps - 1)
+        return jax.tree.map(
+            lambda all_, start: jnp.where(
+                t == first, start, jax.lax.dynamic_index_in_dim(all_, at, keepdims=False)
+            ),
+            carries,
+            carry,
+        )
+
+    def body(state: tuple[Carry, Carry], inputs: Any) -> tuple[tuple[Carry, Carry], Any]:
+        d_carry, d_fresh = state
+        t, pre_t, apart_t, stream_t, d_here = inputs
+
+        def step(prev, fresh, pre_t, apart_t):  # type: ignore[no-untyped-def]
+            product = functools.partial(replay, weights, pre_t)
+            return advance(
+                lambda c: cell.update(c, apart_t, product), prev, fresh, carry_fns, stream_t
+            )
+
+        _, pullback = jax.vjp(step, previous(t), fresh, pre_t, apart_t)
+        d_prev, d_fresh_t, d_pre, d_apart = pullback(_add(d_carry, d_here))
+        if stream.resets is not None:
+            d_fresh = _add(d_fresh, d_fresh_t)
+        return (d_prev, d_fresh), (d_pre, d_apart)
+
+    start = (d_last, jax.tree.map(jnp.zeros_like, fresh))
+    sequence = (jnp.arange(steps), pre, apart, stream, d_carries)
+    (d_carry, d_fresh), (d_pre, d_apart) = jax.lax.scan(
+        body, start, sequence, reverse=not reverse, unroll=settings.unroll
+    )
+
+    # d weights: the products of all steps at once, on the vectors that they read.
+    def inputs_of(prev, pre_t, apart_t, stream_t):  # type: ignore[no-untyped-def]
+        read = {}
+
+        def product(slot: str, x: jax.Array) -> jax.Array:
+            read[slot] = x
+            return pre_t[slot]
+
+        advance(lambda c: cell.update(c, apart_t, product), prev, fresh, carry_fns, stream_t)
+        return read
+
+    read = jax.vmap(inputs_of)(_shifted(carry, carries, reverse), pre, apart, stream)
+
+    def products(weights: Params) -> Slots:
+        return {slot: cell.product(weights, slot, x, dtype) for slot, x in read.items()}
+
+    _, pullback = jax.vjp(products, weights)
+    (d_weights,) = pullback(d_pre)
+
+    d_z = {}
+    for slot, like in dtypes.items():
+        d_z[slot] = d_apart[slot] if slot in d_apart else d_pre[slot].astype(like.dtype)
+    return d_weights, d_z, d_carry, d_fresh, None, None
+
+
+_recurrence.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 4))
+def _known(
+    cell: Cell, dtype: Any, weights: Params, value: jax.Array, slot: str, x: jax.Array
+) -> jax.Array:
+    """A recurrent product of x whose value is known; only its derivative is computed."""
+    del cell, dtype, weights, slot, x
+    return value
+
+
+def _known_forward(
+    cell: Cell, dtype: Any, weights: Params, value: jax.Array, slot: str, x: jax.Array
+) -> tuple[jax.Array, Any]:
+    del cell, dtype, slot
+    return value, (weights, x)
+
+
+def _known_backward(cell: Cell, dtype: Any, slot: str, kept: Any, d_out: jax.Array) -> tuple:
+    weights, x = kept
+    _, pullback = jax.vjp(lambda x: cell.product(weights, slot, x, dtype), x)
+    return None, d_out, *pullback(d_out)
+
+
+_known.defvjp(_known_forward, _known_backward)
+
+
+def _replay(
+    cell: Cell, dtype: Any, weights: Params, pre_t: Slots, slot: str, x: jax.Array
+) -> jax.Array:
+    return _known(cell, dtype, weights, pre_t[slot], slot, x)
+
+
+def _add(a: Carry, b: Carry) -> Carry:
+    return jax.tree.map(jnp.add, a, b)
+
+
+def _shifted(carry: Carry, carries: Carry, reverse: bool) -> Carry:
+    """The carry before each step, ``[T, ...]``."""
+
+    def shift(start: jax.Array, all_: jax.Array) -> jax.Array:
+        pieces = [all_[1:], start[None]] if reverse else [start[None], all_[:-1]]
+        return jnp.concatenate(pieces)
+
+    return jax.tree.map(shift, carry, carries)
+
+
+# Fields that only accumulate.
+
+
+def _without(cell: Cell, carry: Carry) -> Carry:
+    return carry._replace(**dict.fromkeys(cell.accumulated))
+
+
+def _part(
+    cell: Cell, carry_fns: CarryFns, stream: Stream, *, accumulated: bool
+) -> tuple[CarryFns, Stream]:
+    """The carry functions, with their noise, that act on accumulated fields, or the others."""
+    pairs = [
+        (fn, noise)
+        for fn, noise in zip(carry_fns, stream.noise, strict=True)
+        if (fn.field in cell.accumulated) == accumulated
+    ]
+    return tuple(fn for fn, _ in pairs), stream._replace(noise=tuple(n for _, n in pairs))
+
+
+def _accumulate(
+    settings: Settings,
+    params: Params,
+    z: Any,
+    carry: Carry,
+    fresh: Carry,
+    carry_fns: CarryFns,
+    stream: Stream,
+    looped: Carry,
+) -> tuple[Carry, Carry]:
+    """Adds the increments of all steps to the accumulated fields, given the other fields."""
+    cell = settings.cell
+    loop_fns, loop_stream = _part(cell, carry_fns, stream, accumulated=False)
+    sum_fns, sum_stream = _part(cell, carry_fns, stream, accumulated=True)
+    start = _without(cell, carry)
+
+    def read(prev: Carry, stream_t: Stream) -> Carry:
+        prev = select(stream_t.resets, _without(cell, fresh), prev)
+        return apply_before(loop_fns, stream_t.noise, prev)
+
+    before = jax.vmap(read)(_shifted(start, looped, settings.reverse), loop_stream)
+    added = cell.increment(params, before, z)
+
+    def only(carry: Carry) -> Carry:
+        """The accumulated fields alone, as a carry."""
+        return carry._replace(**{f: None for f in carry._fields if f not in cell.accumulated})
+
+    def body(total: Carry, inputs: Any) -> tuple[Carry, Carry]:
+        added_t, stream_t = inputs
+
+        def step(c: Carry) -> Carry:
+            sums = {f: cell.bounded(f, getattr(c, f) + added_t[f]) for f in cell.accumulated}
+            return c._replace(**sums)
+
+        total = advance(step, total, only(fresh), sum_fns, stream_t)
+        return total, total
+
+    last, totals = jax.lax.scan(
+        body, only(carry), (added, sum_stream), reverse=settings.reverse, unroll=settings.unroll
+    )
+    carries = looped._replace(**{f: getattr(totals, f) for f in cell.accumulated})
+    edge = 0 if settings.reverse else -1
+    last_looped = jax.tree.map(lambda x: x[edge], looped)
+    return last_looped._replace(**{f: getattr(last, f) for f in cell.accumulated}), carries

@@ -1,0 +1,256 @@
+"""What may happen to a carry around a step: detach, damp, zone out.
+
+A carry function is a frozen pytree with its probability as an array leaf (so it can be
+vmapped and changed without recompiling) and its field as a static name. It acts in two
+places: ``before`` changes what the step reads, ``after`` what is kept and emitted. A cell
+knows none of them, so they combine with every cell. Randomness comes from ``draw``, by
+absolute time, so that backends, unrolling, rematerialisation and direction cannot change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from recurrent_gates.shapes import expand
+
+Carry = Any
+Noise = Any
+C = TypeVar("C")
+
+
+def get_field(carry: Carry, field: str | int | None) -> jax.Array:
+    """A field of a carry: by name (NamedTuple), by index (tuple) or None (bare array).
+
+    Raises:
+      ValueError: if the carry has no such field; the sentence lists those it has.
+    """
+    if field is None:
+        if not hasattr(carry, "shape"):
+            raise ValueError(f"field=None is for a carry that is one array, got {_fields(carry)}.")
+        return carry
+    if isinstance(field, int):
+        if not isinstance(carry, tuple) or not -len(carry) <= field < len(carry):
+            raise ValueError(f"The carry has no field {field}; it has {_fields(carry)}.")
+        return carry[field]
+    if field not in getattr(carry, "_fields", ()):
+        raise ValueError(f"The carry has no field {field!r}; it has {_fields(carry)}.")
+    return getattr(carry, field)
+
+
+def set_field(carry: C, field: str | int | None, value: jax.Array) -> C:
+    """A copy of the carry with one field replaced; fields as in ``get_field``."""
+    if field is None:
+        return value  # type: ignore[return-value]
+    if isinstance(field, int):
+        values = list(carry)  # type: ignore[call-overload]
+        values[field] = value
+        named = hasattr(carry, "_fields")
+        return type(carry)(*values) if named else type(carry)(values)  # type: ignore[call-arg]
+    return carry._replace(**{field: value})  # type: ignore[attr-defined]
+
+
+def _fields(carry: Carry) -> str:
+    if hasattr(carry, "_fields"):
+        return "fields " + ", ".join(carry._fields)
+    if isinstance(carry, tuple):
+        return f"{len(carry)} fields, by index"
+    return "one array, field None"
+
+
+@struct.dataclass
+class CarryFn:
+    """Base of carry functions; a subclass overrides ``draw``, ``before`` or ``after``.
+
+    Attributes:
+      p: a probability, a scalar array leaf.
+      field: which field of the carry it acts on; see ``get_field``.
+    """
+
+    p: Any
+    field: str | int | None = struct.field(pytree_node=False, default="h")
+
+    def __post_init__(self) -> None:
+        # Only plain numbers can be checked: under a transformation p is a tracer.
+        if isinstance(self.p, (bool, int, float)) and not 0 <= self.p <= 1:
+            raise ValueError(
+                f"{type(self).__name__} needs a probability in [0, 1], got p = {self.p}."
+            )
+
+    @property
+    def draws(self) -> bool:
+        """Whether the function is random, and so needs a key or noise."""
+        return False
+
+    def draw(self, key: jax.Array, steps: int, batch_shape: Sequence[int]) -> Noise:
+        """The noise of all steps, leading axis ``steps``, or None."""
+        del key, steps, batch_shape
+        return None
+
+    def before(self, noise_t: Noise, carry: Carry) -> Carry:
+        """What the step reads."""
+        del noise_t
+        return carry
+
+    def after(self, noise_t: Noise, prev: Carry, new: Carry) -> Carry:
+        """What is kept and emitted."""
+        del noise_t, prev
+        return new
+
+
+@struct.dataclass
+class Detach(CarryFn):
+    """h-detach: stop the gradient through a field at random steps (h-detach, Algorithm 1).
+
+    The forward pass keeps every bit and the emitted state keeps its gradient (line 9); only
+    what the next step reads is detached. c-detach (section 3.5) is ``field="c"``.
+
+    Attributes:
+      p: probability of DETACHING at a step, as in Algorithm 1 and the published code.
+      field: the detached field.
+      per_example: draw for each example instead of once a step for the whole batch.
+
+    Note:
+      The paper's text and theorems use p for the probability of keeping; see ``Damp``.
+    """
+
+    per_example: bool = struct.field(pytree_node=False, default=False)
+
+    @property
+    def draws(self) -> bool:
+        return True
+
+    def draw(self, key: jax.Array, steps: int, batch_shape: Sequence[int]) -> jax.Array:
+        """Bool ``[T]``, or ``[T, *batch]`` per example; True detaches."""
+        shape = (steps, *batch_shape) if self.per_example else (steps,)
+        return jax.random.uniform(key, shape, jnp.float32) < jnp.asarray(self.p, jnp.float32)
+
+    def before(self, noise_t: jax.Array | None, carry: Carry) -> Carry:
+        if noise_t is None:
+            return carry
+        value = get_field(carry, self.field)
+        mask = expand(noise_t.astype(bool), value)
+        return set_field(carry, self.field, jnp.where(mask, jax.lax.stop_gradient(value), value))
+
+
+@jax.custom_jvp
+def _scale_gradient(x: jax.Array, scale: jax.Array) -> jax.Array:
+    del scale
+    return x
+
+
+@_scale_gradient.defjvp
+def _scale_gradient_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    (x, scale), (x_dot, _) = primals, tangents
+    return x, x_dot * scale
+
+
+@struct.dataclass
+class Damp(CarryFn):
+    """The exact expectation of ``Detach``: gradient times 1 - p (h-detach, Corollary 1).
+
+    Attributes:
+      p: the probability of detaching whose expectation this is.
+      field: the damped field.
+    """
+
+    def before(self, noise_t: Noise, carry: Carry) -> Carry:
+        del noise_t
+        value = get_field(carry, self.field)
+        scale = 1 - jnp.asarray(self.p, value.dtype)
+        return set_field(carry, self.field, _scale_gradient(value, scale))
+
+
+@struct.dataclass
+class Zoneout(CarryFn):
+    """Zoneout: each unit keeps its old value with probability p (Krueger et al., 2016).
+
+    Without noise (``deterministic``) the new state is the mean, p * old + (1 - p) * new.
+    UR-gates D.2 uses p = 0.5 on c and 0.05 on h (LSTM), 0.1 on h (GRU).
+
+    Attributes:
+      p: probability of KEEPING the old value.
+      field: the field that is zoned out.
+    """
+
+    @property
+    def draws(self) -> bool:
+        return True
+
+    def draw(self, key: jax.Array, steps: int, batch_shape: Sequence[int]) -> jax.Array:
+        """A PRNG key per step and example, ``[T, *batch]``; ``after`` draws the units' masks.
+
+        Keys take less memory than masks, and stay right when the batch is sharded.
+        """
+        return jax.random.split(key, (steps, *batch_shape))
+
+    def after(self, noise_t: jax.Array | None, prev: Carry, new: Carry) -> Carry:
+        """Keeps old values where the mask is True.
+
+        ``noise_t`` may be keys ``[*batch]`` or a bool mask that broadcasts against the field.
+        """
+        old, fresh = get_field(prev, self.field), get_field(new, self.field)
+        if noise_t is None:
+            p = jnp.asarray(self.p, fresh.dtype)
+            kept = p * old + (1 - p) * fresh
+        else:
+            if jnp.issubdtype(noise_t.dtype, jax.dtypes.prng_key):
+                noise_t = self._mask(noise_t, fresh.shape[noise_t.ndim :])
+            kept = jnp.where(expand(noise_t.astype(bool), fresh), old, fresh)
+        return set_field(new, self.field, kept)
+
+    def _mask(self, keys: jax.Array, unit_shape: tuple[int, ...]) -> jax.Array:
+        p = jnp.asarray(self.p, jnp.float32)
+        draw = jax.vmap(lambda key: jax.random.uniform(key, unit_shape, jnp.float32) < p)
+        return draw(keys.reshape(-1)).reshape(*keys.shape, *unit_shape)
+
+
+def draw_noise(
+    carry_fns: Sequence[CarryFn],
+    key: jax.Array | None,
+    steps: int,
+    batch_shape: Sequence[int],
+) -> tuple[Noise, ...]:
+    """The noise of a list of carry functions: one entry each, None where none is drawn.
+
+    Args:
+      carry_fns: the functions, applied left to right.
+      key: PRNG key; each function draws from ``fold_in(key, its index)``.
+      steps: T.
+      batch_shape: the batch dims.
+
+    Raises:
+      ValueError: if a function draws and ``key`` is None.
+    """
+    noise = []
+    for index, fn in enumerate(carry_fns):
+        if not fn.draws:
+            noise.append(None)
+        elif key is None:
+            raise ValueError(
+                f"{type(fn).__name__} draws random numbers: pass key=..., noise=... or "
+                "deterministic=True (in a Flax layer: rngs={'carry': key} or deterministic=True)."
+            )
+        else:
+            noise.append(fn.draw(jax.random.fold_in(key, index), steps, batch_shape))
+    return tuple(noise)
+
+
+def apply_before(carry_fns: Sequence[CarryFn], noise_t: Sequence[Noise], carry: Carry) -> Carry:
+    """All ``before`` functions, left to right."""
+    for fn, n in zip(carry_fns, noise_t, strict=True):
+        carry = fn.before(n, carry)
+    return carry
+
+
+def apply_after(
+    carry_fns: Sequence[CarryFn], noise_t: Sequence[Noise], prev: Carry, new: Carry
+) -> Carry:
+    """All ``after`` functions, left to right."""
+    for fn, n in zip(carry_fns, noise_t, strict=True):
+        new = fn.after(n, prev, new)
+    return new

@@ -1,0 +1,471 @@
+"""The step equations, and the Flax cells over them.
+
+Each section is one family: the equations as functions that need no Flax (``elman_step``,
+``lstm_step``, ``gru_step``), then the cell with its settings. GATO has a file of its own.
+``CELLS`` at the end maps names to cells. Letters are those of ``base.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from recurrent_gates.base import (
+    Activation,
+    Cell,
+    Params,
+    Product,
+    SlotCell,
+    Slots,
+    dense,
+)
+from recurrent_gates.gates import GATES, Gate
+from recurrent_gates.gato import GATO, GatedDecay, GATOMap, OneLayer, TwoLayer
+
+
+class LSTMState(NamedTuple):
+    """Carry of an LSTM: cell state c and hidden state h, each ``[*batch, F]``."""
+
+    c: jax.Array
+    h: jax.Array
+
+
+class HiddenState(NamedTuple):
+    """Carry of GRU, JANET and the Elman network: h ``[*batch, F]``."""
+
+    h: jax.Array
+
+
+# ---------------------------------------------------------------------------------------
+# Elman network (GATO eq. 1) and the exploding example (GATO eq. 2)
+# ---------------------------------------------------------------------------------------
+
+
+def _elman_update(carry: HiddenState, product: Product, activation: Activation) -> HiddenState:
+    return HiddenState(activation(product("h", carry.h)))  # GATO eq. (1)
+
+
+def elman_step(
+    params: Params, carry: HiddenState, z_t: Slots, *, activation: Activation = jnp.tanh
+) -> HiddenState:
+    """h_t = activation(U h_tm1 + W x_t + b) (Elman, 1990; GATO, eq. 1).
+
+    Args:
+      params: ``Elman(F).init_params(key, D)``.
+      carry: h ``[*batch, F]``.
+      z_t: ``linear_project(params, x_t)``.
+      activation: the non-linearity.
+    """
+    return _elman_update(carry, dense(params, z_t), activation)
+
+
+class Elman(SlotCell):
+    """The basic recurrent network (Elman, 1990; GATO, eq. 1). Emits h ``[..., F]``.
+
+    Attributes:
+      activation: the non-linearity.
+    """
+
+    activation: Activation = jnp.tanh
+
+    @nn.nowrap
+    def initial(self, batch_shape: Sequence[int]) -> HiddenState:
+        return HiddenState(self.zeros(batch_shape))
+
+    @property
+    def slots(self) -> dict[str, int]:
+        return {"h": self.features}
+
+    @nn.nowrap
+    def update(self, carry: HiddenState, z_t: Slots, product: Product) -> HiddenState:
+        return _elman_update(carry, product, self.activation)
+
+
+class Exploding(SlotCell):
+    """GATO's example of a state that grows without bound (eq. 2): z is a tanh, not a gate.
+
+    z = tanh(W1 x + U h); h = z * h + (1 - z) * tanh(W2 h). Emits h ``[..., F]``.
+    """
+
+    @nn.nowrap
+    def initial(self, batch_shape: Sequence[int]) -> HiddenState:
+        return HiddenState(self.zeros(batch_shape))
+
+    @property
+    def slots(self) -> dict[str, int]:
+        return {"z": self.features, "u": self.features}
+
+    @property
+    def input_slots(self) -> dict[str, int]:
+        return {"z": self.features}
+
+    @nn.nowrap
+    def gates(self, params: Params, carry_tm1: HiddenState, z: Slots) -> dict[str, jax.Array]:
+        return {"z": jnp.tanh(dense(params, z)("z", carry_tm1.h))}
+
+    @nn.nowrap
+    def update(self, carry: HiddenState, z_t: Slots, product: Product) -> HiddenState:
+        h = carry.h
+        z = jnp.tanh(product("z", h))
+        return HiddenState(z * h + (1 - z) * jnp.tanh(product("u", h)))  # GATO eq. (2)
+
+
+# ---------------------------------------------------------------------------------------
+# LSTM (UR-gates eq. 1-15, h-detach eq. 1-6, lecture)
+# ---------------------------------------------------------------------------------------
+
+
+def _lstm_gates(
+    h_tm1: jax.Array, product: Product, gate: Gate, activation: Activation, forget_gate: bool
+) -> dict[str, jax.Array]:
+    if forget_gate:
+        pre = {slot: product(slot, h_tm1) for slot in gate.slots(h_tm1.shape[-1])}
+        f, i = gate.activate(pre)
+    else:
+        i = jax.nn.sigmoid(product("i", h_tm1))
+        f = jnp.ones_like(i)
+    o = jax.nn.sigmoid(product("o", h_tm1))
+    u = activation(product("u", h_tm1))
+    return {"f": f, "i": i, "o": o, "u": u}
+
+
+def _lstm_update(
+    carry: LSTMState, gates: Mapping[str, jax.Array], output_activation: Activation
+) -> LSTMState:
+    c = gates["f"] * carry.c + gates["i"] * gates["u"]  # h-detach eq. (1), UR-gates eq. (5), (13)
+    h = gates["o"] * output_activation(c)  # h-detach eq. (2), UR-gates eq. (7), (15)
+    return LSTMState(c, h)
+
+
+def lstm_step(
+    params: Params,
+    carry: LSTMState,
+    z_t: Slots,
+    *,
+    gate: Gate = GATES["standard"],
+    activation: Activation = jnp.tanh,
+    output_activation: Activation = jnp.tanh,
+    forget_gate: bool = True,
+) -> LSTMState:
+    """One LSTM step: c_t = f * c_tm1 + i * u; h_t = o * output_activation(c_t).
+
+    Args:
+      params: ``LSTM(F).init_params(key, D)``.
+      carry: c and h, each ``[*batch, F]``.
+      z_t: ``linear_project(params, x_t, gate=gate)``.
+      gate: how f and i come from their pre-activations.
+      activation: of the candidate u (lecture: sigmoid).
+      output_activation: of c (lecture: sigmoid).
+      forget_gate: False for the lecture's s_t = s_tm1 + i * s~.
+
+    Returns:
+      The next c and h, float32 at least.
+    """
+    gates = _lstm_gates(carry.h, dense(params, z_t), gate, activation, forget_gate)
+    return _lstm_update(carry, gates, output_activation)
+
+
+class LSTM(SlotCell):
+    """Long short-term memory with any gate mechanism. Emits h ``[..., F]``.
+
+    Slots: the gate's (f and i, or f and r, ...), o (output gate) and u (candidate).
+
+    Attributes:
+      gate: how f and i are made; the default has a forget bias of 1 (UR-gates, Listing 1).
+      activation: of the candidate.
+      output_activation: of c on its way to h.
+      forget_gate: False for the lecture's s_t = s_tm1 + i * s~; needs the standard gate.
+    """
+
+    gate: Gate = GATES["standard"]
+    activation: Activation = jnp.tanh
+    output_activation: Activation = jnp.tanh
+    forget_gate: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.forget_gate:
+            changed = dataclasses.replace(self.gate, forget_bias=1.0) != GATES["standard"]
+            if changed:
+                raise ValueError("forget_gate=False leaves no f to shape: use the standard gate.")
+        super().__post_init__()
+        self.gate.check(self.features)
+
+    @property
+    def _gate(self) -> Gate | None:
+        return self.gate if self.forget_gate else None
+
+    @property
+    def slots(self) -> dict[str, int]:
+        gate = self.gate.slots(self.features) if self.forget_gate else {"i": self.features}
+        return {**gate, "o": self.features, "u": self.features}
+
+    @nn.nowrap
+    def initial(self, batch_shape: Sequence[int]) -> LSTMState:
+        return LSTMState(self.zeros(batch_shape), self.zeros(batch_shape))
+
+    @nn.nowrap
+    def gates(self, params: Params, carry_tm1: LSTMState, z: Slots) -> dict[str, jax.Array]:
+        return self._gates(carry_tm1, dense(params, z))
+
+    @nn.nowrap
+    def _gates(self, carry: LSTMState, product: Product) -> dict[str, jax.Array]:
+        return _lstm_gates(carry.h, product, self.gate, self.activation, self.forget_gate)
+
+    @nn.nowrap
+    def update(self, carry: LSTMState, z_t: Slots, product: Product) -> LSTMState:
+        return _lstm_update(carry, self._gates(carry, product), self.output_activation)
+
+
+# ---------------------------------------------------------------------------------------
+# GRU (Cho et al., 2014; GATO App. E; lecture) and JANET (UR-gates B.4, footnote 4)
+# ---------------------------------------------------------------------------------------
+
+_GRU_GATE = Gate(forget_bias=0.0, tied=True)
+
+
+def _gru_gates(
+    h: jax.Array,
+    z_t: Slots,
+    product: Product,
+    gate: Gate,
+    reset: str | bool,
+    activation: Activation,
+) -> dict[str, jax.Array]:
+    f, i = gate.activate({slot: product(slot, h) for slot in gate.slots(h.shape[-1])})
+    gates = {"f": f, "i": i}
+    if reset == "after":
+        r = gates["reset"] = jax.nn.sigmoid(product("reset", h))
+        own = product("u", h)
+        u = activation(z_t["u"].astype(own.dtype) + r * own)  # torch: W x + b + r * (U h + b')
+    elif reset == "before":
+        r = gates["reset"] = jax.nn.sigmoid(product("reset", h))
+        u = activation(product("u", r * h))  # GATO App. E: W x + U (r * h)
+    else:
+        u = activation(product("u", h))
+    return {**gates, "u": u}
+
+
+def gru_step(
+    params: Params,
+    carry: HiddenState,
+    z_t: Slots,
+    *,
+    gate: Gate = _GRU_GATE,
+    reset: str | bool = "after",
+    activation: Activation = jnp.tanh,
+) -> HiddenState:
+    """One GRU step: h_t = f * h_tm1 + i * u, with i = 1 - f unless there are master gates.
+
+    Args:
+      params: ``GRU(F).init_params(key, D)``.
+      carry: h ``[*batch, F]``.
+      z_t: ``linear_project(params, x_t, gate=gate.tie(), separate=("u",) if reset == "after"
+        else ())``.
+      gate: how f (torch's z) and i are made; it is tied as ``Gate.tie`` says.
+      reset: ``"after"`` the recurrent product (torch), ``"before"`` it (Cho, the lecture,
+        UR-gates) or False.
+      activation: of the candidate u.
+
+    Returns:
+      The next h, float32 at least.
+
+    Note:
+      f multiplies the old state, as in torch and GATO's App. E. The lecture and other texts
+      print the gate of the new content, 1 - f.
+    """
+    product = dense(params, z_t, _gru_separate(reset))
+    gates = _gru_gates(carry.h, z_t, product, gate.tie(), reset, activation)
+    return HiddenState(gates["f"] * carry.h + gates["i"] * gates["u"])
+
+
+def _gru_separate(reset: str | bool) -> tuple[str, ...]:
+    return ("u",) if reset == "after" else ()
+
+
+class GRU(SlotCell):
+    """Gated recurrent unit with any gate mechanism. Emits h ``[..., F]``.
+
+    Slots: the gate's (f is torch's z), reset and u (candidate). With ``reset="after"`` and
+    one bias vector the candidate keeps a recurrent bias of its own, inside the reset.
+
+    Attributes:
+      gate: how f and i are made, tied as ``Gate.tie`` says; default: no forget bias (torch).
+      reset: ``"after"``, ``"before"`` or False; see ``gru_step``.
+      activation: of the candidate.
+    """
+
+    gate: Gate = _GRU_GATE
+    reset: str | bool = "after"
+    activation: Activation = jnp.tanh
+
+    def __post_init__(self) -> None:
+        if self.reset not in ("after", "before", False):
+            raise ValueError(f"GRU reset must be 'after', 'before' or False, got {self.reset!r}.")
+        super().__post_init__()
+        self.gate.check(self.features)
+
+    @nn.nowrap
+    def initial(self, batch_shape: Sequence[int]) -> HiddenState:
+        return HiddenState(self.zeros(batch_shape))
+
+    @property
+    def _gate(self) -> Gate:
+        return self.gate.tie()
+
+    @property
+    def separate(self) -> tuple[str, ...]:
+        return _gru_separate(self.reset)
+
+    @property
+    def slots(self) -> dict[str, int]:
+        reset = {"reset": self.features} if self.reset else {}
+        return {**self._gate.slots(self.features), **reset, "u": self.features}
+
+    @nn.nowrap
+    def gates(self, params: Params, carry_tm1: HiddenState, z: Slots) -> dict[str, jax.Array]:
+        return self._gates(carry_tm1, z, dense(params, z, self.separate))
+
+    @nn.nowrap
+    def _gates(self, carry: HiddenState, z_t: Slots, product: Product) -> dict[str, jax.Array]:
+        return _gru_gates(carry.h, z_t, product, self._gate, self.reset, self.activation)
+
+    @nn.nowrap
+    def update(self, carry: HiddenState, z_t: Slots, product: Product) -> HiddenState:
+        gates = self._gates(carry, z_t, product)
+        return HiddenState(gates["f"] * carry.h + gates["i"] * gates["u"])  # GATO App. E
+
+
+class JANET(GRU):
+    """The GRU without a reset gate, the simplest gated network (UR-gates B.4, footnote 4).
+
+    h_t = f * h_tm1 + (1 - f) * tanh(L_u(x_t, h_tm1)). Emits h ``[..., F]``. Forget bias 1.
+    """
+
+    gate: Gate = Gate(tied=True)
+    reset: str | bool = False
+
+
+# ---------------------------------------------------------------------------------------
+# Foreign cells and the registry
+# ---------------------------------------------------------------------------------------
+
+
+class FlaxCell(Cell):
+    """Any Flax linen cell as one of ours: carry functions, masks and resets included.
+
+    The carry is a plain tuple: the foreign carry's fields in order, then y. So
+    ``Detach(p, field=1)`` detaches h of ``FlaxCell(nn.LSTMCell(8))``, whose carry is (c, h).
+
+    Attributes:
+      module: the foreign cell, with features on the last axis only.
+    """
+
+    module: nn.RNNCellBase
+
+    @nn.nowrap
+    def _inner(self) -> nn.RNNCellBase:
+        return self.module.clone(parent=None)
+
+    @nn.nowrap
+    def _split(self, carry: tuple) -> Any:
+        *fields, _ = carry
+        like = jax.eval_shape(lambda: self._inner().initialize_carry(jax.random.key(0), (1,)))
+        return jax.tree.unflatten(jax.tree.structure(like), fields)
+
+    @nn.nowrap
+    def init_params(self, key: jax.Array, in_features: int) -> dict[str, Any]:
+        inner = self._inner()
+        carry = inner.initialize_carry(key, (in_features,))
+        variables = inner.init(key, carry, jnp.zeros((in_features,)))
+        return dict(variables.get("params", {}))
+
+    @nn.nowrap
+    def initial(self, batch_shape: Sequence[int]) -> tuple:
+        inner = self._inner()
+        shape = (*batch_shape, 1)
+        carry = inner.initialize_carry(jax.random.key(0), shape)
+        (_, y), _ = jax.eval_shape(
+            lambda key: inner.init_with_output(key, carry, jnp.zeros(shape)), jax.random.key(0)
+        )
+        return (*jax.tree.leaves(carry), jnp.zeros(y.shape, y.dtype))
+
+    @nn.nowrap
+    def step(self, params: Params, carry: tuple, z_t: jax.Array) -> tuple:
+        new, y = self._inner().apply({"params": params}, self._split(carry), z_t)
+        return (*jax.tree.leaves(new), y)
+
+    @nn.nowrap
+    def emit(self, params: Params, carry: tuple, z: jax.Array) -> jax.Array:
+        del params, z
+        return carry[-1]
+
+
+class UnknownCellError(KeyError):
+    """A name that is not in ``CELLS``; its text is one sentence that names the nearest."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class _Registry(dict[str, Callable[..., Cell]]):
+    def __missing__(self, name: str) -> Callable[..., Cell]:
+        near = difflib.get_close_matches(str(name), self, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(self)}."
+        raise UnknownCellError(f"There is no cell named {name!r}; {hint}")
+
+
+_GATE_FIELDS = ("forget_bias", "downsize", "tmax", "bias_mode", "refine_bias")
+
+
+def _gated(cell: Callable[..., Cell], gate: Gate, /, features: int, **fields: Any) -> Cell:
+    changes = {name: fields.pop(name) for name in _GATE_FIELDS if name in fields}
+    return cell(features, **{"gate": dataclasses.replace(gate, **changes), **fields})
+
+
+def _gato(g: Callable[..., GATOMap], /, features: int, *, rate: float = 0.7, **fields: Any) -> GATO:
+    if "hidden" in fields:
+        g = functools.partial(g, hidden=fields.pop("hidden"))
+    return GATO(features, **{"f": GatedDecay(rate), "g": g(), **fields})
+
+
+def _registry() -> _Registry:
+    before = functools.partial(GRU, reset="before")
+    cells: dict[str, Callable[..., Cell]] = {
+        "lstm": functools.partial(_gated, LSTM, GATES["standard"]),
+        "gru": functools.partial(_gated, GRU, _GRU_GATE),
+        "janet": functools.partial(_gated, JANET, GATES["standard"].tie()),
+        "rnn": Elman,
+        "exploding": Exploding,
+        "gato": functools.partial(_gato, TwoLayer),
+        "gato1": functools.partial(_gato, OneLayer),
+        "gato2": functools.partial(_gato, TwoLayer),
+        "on_lstm": functools.partial(_gated, LSTM, GATES["om"]),
+    }
+    for family, cell in (("lstm", LSTM), ("gru", before), ("janet", JANET)):
+        for name, gate in GATES.items():
+            if name != "standard":
+                cells[f"{name}_{family}"] = functools.partial(_gated, cell, gate)
+    return _Registry(cells)
+
+
+CELLS = _registry()
+"""Name -> factory ``(features, **fields) -> Cell``.
+
+``lstm gru janet rnn exploding gato gato1 gato2 on_lstm`` and ``{c,u,o,r,ur,cr,or,om,um,cm}_``
+times ``{lstm,gru,janet}``; every gated GRU resets before the product, as UR-gates does.
+Gated factories also take the gate's ``forget_bias downsize tmax bias_mode refine_bias``;
+GATO's take ``rate`` (lambda) and, with two layers, ``hidden`` (k).
+"""
+
+
+def count_parameters(params: Any) -> int:
+    """The number of scalars in a tree of parameters (arrays or shapes)."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))

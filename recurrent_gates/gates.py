@@ -1,0 +1,273 @@
+"""One gate mechanism as a small hashable value: how f and i come from pre-activations.
+
+The nine mechanisms of *Improving the Gating Mechanism of Recurrent Neural Networks*
+(UR-gates), and their relatives, are a few independent choices: the activation, how the bias
+starts, whether the input gate is tied, and what modulates the gates. The same value drives
+LSTM, GRU and JANET.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from recurrent_gates import initializers
+from recurrent_gates.shapes import lead
+
+_FROZEN = "frozen_b"
+
+
+def refine(f: jax.Array, r: jax.Array) -> jax.Array:
+    """The refine gate: g = f + f (1 - f) (2 r - 1) (UR-gates, eq. 12 and 16).
+
+    Args:
+      f: the gate to refine, in [0, 1], any shape.
+      r: the refine gate, in [0, 1], same shape.
+
+    Returns:
+      g in [f^2, 1 - (1 - f)^2], same shape; refine(1 - f, 1 - r) = 1 - refine(f, r).
+    """
+    return f + f * (1 - f) * (2 * r - 1)
+
+
+def cumax(x: jax.Array) -> jax.Array:
+    """cumsum(softmax(x)) over the last axis, in [0, 1] (UR-gates, B.4; Shen et al., 2018).
+
+    Args:
+      x: pre-activations ``[..., n]``.
+
+    Returns:
+      Non-decreasing activations ``[..., n]``, float32 at least.
+
+    Note:
+      Computed in float32 or wider and clipped: the sum rounds to above 1 (1.016 in bfloat16).
+    """
+    if x.dtype.itemsize < 4:
+        x = x.astype(jnp.float32)
+    return jnp.clip(jnp.cumsum(jax.nn.softmax(x, axis=-1), axis=-1), 0.0, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """A gate mechanism: the forget and input gates (f, i) of a cell, as data.
+
+    Attributes:
+      activation: ``"sigmoid"`` or ``"cumax"``: of f and of a free i; with ``master`` of the
+        master gates, the fine gates being plain sigmoids.
+      bias: how the bias of f (of the master gates with ``master``) starts: ``"constant"``,
+        ``"uniform"`` (UR-gates, eq. 9) or ``"chrono"`` (eq. 17).
+      forget_bias: that constant; a number that f's linear bias starts at.
+      tied: the input gate is 1 - f (1 - g where f is refined) and has no map of its own.
+      refine: a refine gate, slot ``"r"``, turns f into g = refine(f, r).
+      refine_input: a free input gate is refined by its own gate, slot ``"ri"``.
+      master: master gates, slots ``"mf"`` and ``"mi"``, modulate f and i (eq. 19-23, 30-33).
+      downsize: C, the number of neighbouring units that share a master gate.
+      tmax: chrono's longest dependency in steps; ``None``: unknown timescale (B.3).
+      bias_mode: what a drawn bias b becomes: ``"separate"`` (a trainable vector beside the
+        linear maps' own, as in D.5), ``"folded"`` (into the linear bias's start) or
+        ``"frozen"`` (a parameter that gets no gradient; see ``trainable_mask``).
+      refine_bias: a refine gate starts at ``"negative"``, -b as Listing 2 prints, or ``"zero"``.
+
+    Raises:
+      ValueError: for a name that is not one of the above, or for options that exclude
+        each other.
+
+    Note:
+      The paper's printed slips are implemented as they must be meant: eq. 36 refines the
+      ordered gate of eq. 34 (it prints f for f~), and the square in the last lines of B.4
+      belongs inside: 1 - (1 - f~)^2.
+    """
+
+    activation: str = "sigmoid"
+    bias: str = "constant"
+    forget_bias: float = 1.0
+    tied: bool = False
+    refine: bool = False
+    refine_input: bool = False
+    master: bool = False
+    downsize: int = 1
+    tmax: float | None = None
+    bias_mode: str = "separate"
+    refine_bias: str = "negative"
+
+    def __post_init__(self) -> None:
+        for field, allowed in (
+            ("activation", ("sigmoid", "cumax")),
+            ("bias", ("constant", "uniform", "chrono")),
+            ("bias_mode", ("separate", "folded", "frozen")),
+            ("refine_bias", ("negative", "zero")),
+        ):
+            value = getattr(self, field)
+            if value not in allowed:
+                raise ValueError(
+                    f"Gate {field} must be one of {', '.join(allowed)}, got {value!r}."
+                )
+        if self.downsize < 1:
+            raise ValueError(f"Gate downsize must be at least 1, got {self.downsize}.")
+        if self.tmax is not None and self.tmax <= 2:
+            raise ValueError(f"Gate tmax must be above 2 (or None), got {self.tmax}.")
+        if self.master and (self.tied or self.refine or self.refine_input):
+            raise ValueError("A gate with master gates has free f and i that are not refined.")
+        if self.refine_input and self.tied:
+            raise ValueError("refine_input needs a free input gate: set tied=False.")
+        if self.activation == "cumax" and self.bias != "constant":
+            raise ValueError("A cumax gate starts at a constant bias; use bias='constant'.")
+
+    def tie(self) -> Gate:
+        """The same gate on a convex update (GRU, JANET): i = 1 - f, masters stay untied."""
+        return self if self.master else dataclasses.replace(self, tied=True, refine_input=False)
+
+    def check(self, features: int) -> None:
+        """Raises ValueError if the gate does not fit a cell of ``features`` units."""
+        if self.master and features % self.downsize:
+            raise ValueError(
+                f"The hidden size must be a multiple of the downsize factor C = {self.downsize}, "
+                f"got {features}."
+            )
+        if self.bias == "uniform" and features < 3:
+            raise ValueError(f"Uniform gates need a hidden size of at least 3, got {features}.")
+
+    def slots(self, features: int) -> dict[str, int]:
+        """Names and widths of the pre-activations that the gate reads."""
+        self.check(features)
+        slots = {"f": features}
+        if not self.tied:
+            slots["i"] = features
+        if self.refine:
+            slots["r"] = features
+        if self.refine_input:
+            slots["ri"] = features
+        if self.master:
+            slots["mf"] = slots["mi"] = features // self.downsize
+        return slots
+
+    @property
+    def _signs(self) -> dict[str, float]:
+        """The sign with which the drawn bias b enters each slot."""
+        if self.master:
+            return {"mf": 1.0, "mi": -1.0}  # eq. 32, 33
+        signs = {"f": 1.0}
+        if not self.tied:
+            signs["i"] = -1.0  # eq. 18
+        if self.refine_bias == "negative":  # Listing 2; each refine gate against its own gate
+            if self.refine:
+                signs["r"] = -1.0
+            if self.refine_input:
+                signs["ri"] = 1.0
+        return signs
+
+    def _draw(self, key: jax.Array, features: int, dtype: Any) -> jax.Array:
+        shape = (features // self.downsize if self.master else features,)
+        if self.bias == "uniform":
+            return initializers.uniform_gate_bias(key, features, shape, dtype)
+        return initializers.chrono_bias(key, shape, self.tmax, dtype)
+
+    def init(self, key: jax.Array, features: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+        """The gate's own parameters: ``{"b": [F or F/C]}`` (``"frozen_b"`` if frozen) or ``{}``."""
+        self.check(features)
+        if self.bias == "constant" or self.bias_mode == "folded":
+            return {}
+        name = "b" if self.bias_mode == "separate" else _FROZEN
+        return {name: self._draw(key, features, dtype)}
+
+    def slot_bias(
+        self, key: jax.Array, features: int, dtype: Any = jnp.float32
+    ) -> dict[str, jax.Array]:
+        """What is added to the start of the slots' linear biases: the constant, or a folded b."""
+        if self.bias == "constant":
+            # Fine gates under masters and ordered gates start at 0 (Table 1).
+            plain = not self.master and self.activation == "sigmoid"
+            return {"f": jnp.full((features,), self.forget_bias, dtype)} if plain else {}
+        if self.bias_mode != "folded":
+            return {}
+        b = self._draw(key, features, dtype)
+        return {slot: sign * b for slot, sign in self._signs.items()}
+
+    def offsets(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """What the gate's own parameters add to each slot's pre-activation."""
+        if "b" in params:
+            b = params["b"]
+        elif _FROZEN in params:
+            b = jax.lax.stop_gradient(params[_FROZEN])
+        else:
+            return {}
+        return {slot: sign * b for slot, sign in self._signs.items()}
+
+    def activate(self, pre: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """(f, i) from pre-activations that have the offsets already; see ``__call__``."""
+        sigmoid = jax.nn.sigmoid
+        if self.master:
+            if self.activation == "cumax":
+                mf, mi = cumax(pre["mf"]), 1 - cumax(pre["mi"])  # Eq. (19), (20)
+            else:
+                mf, mi = sigmoid(pre["mf"]), sigmoid(pre["mi"])  # Eq. (32), (33)
+            mf, mi = self._widen(mf), self._widen(mi)
+            w = mf * mi  # Eq. (21)
+            f = sigmoid(pre["f"]) * w + (mf - w)  # Eq. (22)
+            i = sigmoid(pre["i"]) * w + (mi - w)  # Eq. (23)
+            return f, i
+        ordered = self.activation == "cumax"
+        f = cumax(pre["f"]) if ordered else sigmoid(pre["f"])  # Eq. (28); (2)
+        if self.refine:
+            f = refine(f, sigmoid(pre["r"]))  # Eq. (12)
+        if self.tied:
+            return f, 1 - f  # Eq. (13)
+        i = 1 - cumax(pre["i"]) if ordered else sigmoid(pre["i"])  # Eq. (29); (3)
+        if self.refine_input:
+            i = refine(i, sigmoid(pre["ri"]))
+        return f, i
+
+    def _widen(self, x: jax.Array) -> jax.Array:
+        """[..., F/C] -> [..., F]: unit j reads master j // C."""
+        if self.downsize == 1:
+            return x
+        wide = jnp.broadcast_to(x[..., None], (*x.shape, self.downsize))
+        return wide.reshape(*x.shape[:-1], x.shape[-1] * self.downsize)
+
+    def __call__(
+        self, params: Mapping[str, jax.Array], pre: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """The effective forget and input gates.
+
+        Args:
+          params: the gate's own parameters, from ``init``.
+          pre: the linear maps' outputs, ``{slot: [..., width]}`` for every name in ``slots``.
+
+        Returns:
+          (f, i), each ``[..., F]`` in [0, 1].
+        """
+        offsets = self.offsets(params)
+        return self.activate(
+            {s: p + lead(offsets[s], p) if s in offsets else p for s, p in pre.items()}
+        )
+
+
+def trainable_mask(params: Any) -> Any:
+    """A tree of bools for optax.masked: False on frozen gate biases, True elsewhere.
+
+    Args:
+      params: any tree of parameters, a whole model's included.
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not (path and getattr(path[-1], "key", None) == _FROZEN), params
+    )
+
+
+GATES: dict[str, Gate] = {
+    "standard": Gate(),
+    "c": Gate(bias="chrono"),
+    "u": Gate(bias="uniform"),
+    "o": Gate(activation="cumax"),
+    "r": Gate(refine=True, tied=True),
+    "ur": Gate(bias="uniform", refine=True, tied=True),
+    "cr": Gate(bias="chrono", refine=True, tied=True),
+    "or": Gate(activation="cumax", refine=True, tied=True),
+    "om": Gate(activation="cumax", master=True),
+    "um": Gate(bias="uniform", master=True),
+    "cm": Gate(bias="chrono", master=True),
+}
+"""The mechanisms of UR-gates' Table 1 by the paper's letters; CR and CM are named in B.5."""

@@ -1,0 +1,366 @@
+"""GATO: Gates Are Not the Only Option. A state split into r, which feeds back, and s.
+
+J = F/2 pairs (r, s); s is only added to, so ds_T/ds_t is the identity (GATO, eq. 3). The
+two functions of the model are values of their own: f makes r_{t+1}, g is added to s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from recurrent_gates.base import (
+    Activation,
+    Cell,
+    Params,
+    Product,
+    Slots,
+    check_sizes,
+    linear_project,
+    pre_activations,
+    state_dtype,
+)
+from recurrent_gates.initializers import Initializer, symmetric_uniform
+from recurrent_gates.shapes import lead
+
+
+class GATOState(NamedTuple):
+    """Carry of GATO: r feeds back, s only accumulates; each ``[*batch, J]``."""
+
+    r: jax.Array
+    s: jax.Array
+
+
+class GATOMap:
+    """Base of GATO's two functions: f(r, x) makes r_{t+1}, g(r, x) is added to s (GATO 4.1).
+
+    A map of your own is a hashable object (a frozen dataclass, say) that defines
+    ``__call__`` and, if it has parameters, ``init``.
+    """
+
+    def init(self, key: jax.Array, in_features: int, cell: GATO) -> dict[str, Any]:
+        """The map's parameters; ``cell`` has ``units`` (J), ``param_dtype`` and initializers."""
+        del key, in_features, cell
+        return {}
+
+    def project(self, params: Params, x: jax.Array, dtype: Any) -> Any:
+        """Everything that needs only the input: ``[..., D]`` -> z."""
+        del params, dtype
+        return x
+
+    def __call__(self, params: Params, r: jax.Array, z: Any) -> jax.Array:
+        """r ``[..., J]`` and z -> ``[..., J]``."""
+        raise TypeError(f"{type(self).__name__} must define __call__(params, r, z).")
+
+
+class SlotMap(GATOMap):
+    """A map whose pre-activations are A x + a * r + bias by slot, units not interacting.
+
+    Parameters: ``{"kernel": {slot: [D, width]}, "recurrent_kernel": {slot: [width]}, "bias":
+    {slot: [width]}}``, plus ``"recurrent_bias"`` with two bias vectors; widths are multiples
+    of J, and r is repeated to fit.
+    """
+
+    def slots(self, units: int) -> dict[str, int]:
+        """Names and widths of the pre-activations."""
+        raise TypeError(f"{type(self).__name__} must define slots(units).")
+
+    def combine(self, params: Params, r: jax.Array, product: Product) -> jax.Array:
+        """The map's value from its pre-activations ``product(slot, r)``."""
+        raise TypeError(f"{type(self).__name__} must define combine(params, r, product).")
+
+    def init(self, key: jax.Array, in_features: int, cell: GATO) -> dict[str, Any]:
+        slots, dtype = self.slots(cell.units), cell.param_dtype
+        keys = iter(jax.random.split(key, 4 * len(slots)))
+        roles = ["bias", "recurrent_bias"][: cell.bias_vectors]
+        return {
+            "kernel": {
+                s: cell.kernel_init(next(keys), (in_features, w), dtype) for s, w in slots.items()
+            },
+            "recurrent_kernel": {
+                s: cell.recurrent_kernel_init(next(keys), (w,), dtype) for s, w in slots.items()
+            },
+            **{
+                role: {s: cell.bias_init(next(keys), (w,), dtype) for s, w in slots.items()}
+                for role in roles
+            },
+        }
+
+    def project(self, params: Params, x: jax.Array, dtype: Any) -> dict[str, jax.Array]:
+        return linear_project(params, x, dtype=dtype)
+
+    def __call__(self, params: Params, r: jax.Array, z: Slots) -> jax.Array:
+        return self.combine(
+            params,
+            r,
+            pre_activations(lambda slot, x, dtype: _diagonal_product(params, slot, x), z),
+        )
+
+
+def _diagonal_product(weights: Params, slot: str, r: jax.Array) -> jax.Array:
+    """a * r with r repeated to the slot's width."""
+    a = weights["recurrent_kernel"][slot].astype(r.dtype)
+    repeats = a.shape[-1] // r.shape[-1]
+    if repeats > 1:
+        wide = jnp.broadcast_to(r[..., None, :], (*r.shape[:-1], repeats, r.shape[-1]))
+        r = wide.reshape(*r.shape[:-1], a.shape[-1])
+    return lead(a, r) * r
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDecay(SlotMap):
+    """f of both printed models: lambda * sigmoid(.) * r + tanh(.) (GATO, eq. 5 and 6).
+
+    Attributes:
+      rate: lambda; below 1 it bounds |r| by 1 / (1 - lambda) (criterion 5).
+    """
+
+    rate: float = 0.7
+
+    def slots(self, units: int) -> dict[str, int]:
+        return {"gate": units, "candidate": units}
+
+    def combine(self, params: Params, r: jax.Array, product: Product) -> jax.Array:
+        del params
+        decay = self.rate * jax.nn.sigmoid(product("gate", r))
+        return decay * r + jnp.tanh(product("candidate", r))  # GATO eq. (5), (6)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneLayer(SlotMap):
+    """g of the one-layer model: softplus(A x + a * r) (GATO, eq. 5)."""
+
+    def slots(self, units: int) -> dict[str, int]:
+        return {"s": units}
+
+    def combine(self, params: Params, r: jax.Array, product: Product) -> jax.Array:
+        del params
+        return jax.nn.softplus(product("s", r))  # GATO eq. (5)
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoLayer(SlotMap):
+    """g of the two-layer model: softplus(F(x, r)), F_j one ReLU layer on x and r_j (GATO, eq. 6).
+
+    The first layer's ``hidden * J`` units are stored hidden-major; beside the slot's
+    parameters there are ``"out_kernel" [hidden, J]`` and ``"out_bias" [J]``.
+
+    Attributes:
+      hidden: k; 32 is the width that gives the paper's parameter counts.
+    """
+
+    hidden: int = 32
+
+    def __post_init__(self) -> None:
+        if self.hidden < 1:
+            raise ValueError(f"TwoLayer needs at least 1 hidden unit, got {self.hidden}.")
+
+    def slots(self, units: int) -> dict[str, int]:
+        return {"s": self.hidden * units}
+
+    def init(self, key: jax.Array, in_features: int, cell: GATO) -> dict[str, Any]:
+        first, kernel, bias = jax.random.split(key, 3)
+        out = (self.hidden, cell.units)
+        return {
+            **super().init(first, in_features, cell),
+            "out_kernel": cell.recurrent_kernel_init(kernel, out, cell.param_dtype),
+            "out_bias": cell.bias_init(bias, out[1:], cell.param_dtype),
+        }
+
+    def combine(self, params: Params, r: jax.Array, product: Product) -> jax.Array:
+        first = jax.nn.relu(product("s", r))
+        first = first.reshape(*r.shape[:-1], self.hidden, r.shape[-1])
+        out = params["out_kernel"].astype(first.dtype)
+        total = jnp.sum(first * lead(out, first), axis=-2)
+        total = total + lead(params["out_bias"].astype(first.dtype), total)
+        return jax.nn.softplus(total)  # GATO eq. (6)
+
+
+def _wrap(s: jax.Array, period: float | None) -> jax.Array:
+    """s less whole periods; derivative 1."""
+    return s if period is None else s - period * jnp.floor(s / period)
+
+
+def gato_step(
+    params: Params,
+    carry: GATOState,
+    z_t: Mapping[str, Any],
+    *,
+    f: GATOMap = GatedDecay(),
+    g: GATOMap = TwoLayer(),
+    period: float | None = 2 * math.pi,
+) -> GATOState:
+    """One GATO step: r_t = f(r_tm1, x_t); s_t = s_tm1 + g(r_tm1, x_t) (GATO 4.1, eq. 4-6).
+
+    Args:
+      params: ``{"f": ..., "g": ...}`` from ``GATO(2 * J).init_params(key, D)``.
+      carry: r and s, each ``[*batch, J]``.
+      z_t: ``{"f": linear_project(params["f"], x_t), "g": linear_project(params["g"], x_t)}``.
+      f: the recurrent map.
+      g: the accumulated map.
+      period: s is kept in [0, period); None keeps the sum itself.
+
+    Returns:
+      The next r and s, float32 at least.
+    """
+    s = carry.s + g(params["g"], carry.r, z_t["g"])
+    return GATOState(f(params["f"], carry.r, z_t["f"]), _wrap(s, period))
+
+
+class GATO(Cell):
+    """GATO: a state split into r, which feeds back, and s, which only accumulates.
+
+    ds_T/ds_t is the identity (GATO, eq. 3). Emits [gamma(s), r] ``[..., 2J]``.
+
+    Attributes:
+      features: 2J, the paper's hidden size, even.
+      f: makes r; any ``GATOMap``.
+      g: is added to s; any ``GATOMap``. ``OneLayer()`` is eq. 5, ``TwoLayer()`` eq. 6.
+      gamma: how s is read.
+      wrap: s is kept within this period, derivative 1, so that cos(s) stays exact over long
+        sequences; None for never; ``"auto"``: 2 pi where gamma is jnp.cos, else None.
+      s_update: ``"accumulate"``; the ablations of App. A are ``"zero"`` (s stays 0) and
+        ``"replace"`` (s_t = g).
+      emit_s_only: emit gamma(s) ``[..., J]`` alone.
+      bias_vectors: 1, or 2 (the paper's Penn Treebank count).
+      kernel_init: start of the input kernels.
+      recurrent_kernel_init: start of the weights on r and of TwoLayer's second layer.
+      bias_init: start of the biases.
+      dtype: dtype of projections; None: that of inputs and parameters.
+      param_dtype: dtype of the parameters. r and s are float32 at least, whatever it is.
+
+    Note:
+      The paper prints no biases; its parameter counts have one with every linear map. Nor
+      does it say what its decoder reads: emitting r too gives the constant decoder's width.
+    """
+
+    features: int
+    f: GATOMap = GatedDecay()
+    g: GATOMap = TwoLayer()
+    gamma: Activation = jnp.cos
+    wrap: float | str | None = "auto"
+    s_update: str = "accumulate"
+    emit_s_only: bool = False
+    bias_vectors: int = 1
+    kernel_init: Initializer = symmetric_uniform(0.1)  # GATO B.2
+    recurrent_kernel_init: Initializer = symmetric_uniform(0.1)
+    bias_init: Initializer = symmetric_uniform(0.1)
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+
+    def __post_init__(self) -> None:
+        check_sizes("GATO", self.features, self.bias_vectors)
+        if self.features % 2:
+            raise ValueError(
+                "GATO's hidden size is 2J, pairs of r and s, and must be even; "
+                f"got {self.features}."
+            )
+        if self.s_update not in ("accumulate", "zero", "replace"):
+            raise ValueError(
+                f"GATO s_update must be accumulate, zero or replace, got {self.s_update!r}."
+            )
+        if isinstance(self.wrap, str) and self.wrap != "auto":
+            raise ValueError(f"GATO wrap must be a period, None or 'auto', got {self.wrap!r}.")
+        super().__post_init__()
+
+    @property
+    def units(self) -> int:
+        """J, the number of (r, s) pairs."""
+        return self.features // 2
+
+    @property
+    def period(self) -> float | None:
+        """The period that s is kept in, or None."""
+        if isinstance(self.wrap, str):
+            return 2 * math.pi if self.gamma is jnp.cos else None
+        return self.wrap
+
+    @property
+    def accumulated(self) -> tuple[str, ...]:
+        return ("s",) if self.s_update == "accumulate" else ()
+
+    @nn.nowrap
+    def init_params(self, key: jax.Array, in_features: int) -> dict[str, Any]:
+        f_key, g_key = jax.random.split(key)
+        return {
+            "f": self.f.init(f_key, in_features, self),
+            "g": self.g.init(g_key, in_features, self),
+        }
+
+    @nn.nowrap
+    def initial(self, batch_shape: Sequence[int]) -> GATOState:
+        zeros = jnp.zeros((*batch_shape, self.units), state_dtype(self.param_dtype))
+        return GATOState(zeros, zeros)
+
+    @nn.nowrap
+    def project(self, params: Params, x: jax.Array) -> dict[str, Any]:
+        return {
+            "f": self.f.project(params["f"], x, self.dtype),
+            "g": self.g.project(params["g"], x, self.dtype),
+        }
+
+    @nn.nowrap
+    def recur(self, params: Params, carry: GATOState, z_t: Any) -> GATOState:
+        return carry._replace(r=self.f(params["f"], carry.r, z_t["f"]))
+
+    @nn.nowrap
+    def increment(self, params: Params, carry_tm1: GATOState, z: Any) -> dict[str, jax.Array]:
+        return {"s": self.g(params["g"], carry_tm1.r, z["g"])}
+
+    @nn.nowrap
+    def bounded(self, name: str, total: jax.Array) -> jax.Array:
+        del name
+        return _wrap(total, self.period)
+
+    @nn.nowrap
+    def step(self, params: Params, carry: GATOState, z_t: Any) -> GATOState:
+        if self.accumulated:
+            return super().step(params, carry, z_t)
+        new = self.recur(params, carry, z_t)
+        if self.s_update == "zero":
+            return new._replace(s=jnp.zeros_like(carry.s))
+        return new._replace(s=self.bounded("s", self.increment(params, carry, z_t)["s"]))
+
+    @nn.nowrap
+    def gates(self, params: Params, carry_tm1: GATOState, z: Any) -> dict[str, jax.Array]:
+        if not isinstance(self.f, GatedDecay):
+            return {}
+        product = pre_activations(
+            lambda slot, x, dtype: _diagonal_product(params["f"], slot, x), z["f"]
+        )
+        return {"f": self.f.rate * jax.nn.sigmoid(product("gate", carry_tm1.r))}
+
+    @nn.nowrap
+    def emit(self, params: Params, carry: GATOState, z: Any) -> jax.Array:
+        del params
+        dtype = jax.tree.leaves(z)[0].dtype
+        y = self.gamma(carry.s)
+        if not self.emit_s_only:
+            y = jnp.concatenate([y, carry.r], axis=-1)
+        return y.astype(dtype)
+
+    @nn.nowrap
+    def recurrent_weights(self, params: Params) -> Params | None:
+        if not (self.accumulated and isinstance(self.f, SlotMap)):
+            return None
+        return {"recurrent_kernel": params["f"]["recurrent_kernel"]}
+
+    @nn.nowrap
+    def product(self, weights: Params, slot: str, x: jax.Array, dtype: Any) -> jax.Array:
+        del dtype  # r and s are never less than float32
+        return _diagonal_product(weights, slot, x)
+
+    @nn.nowrap
+    def update(self, carry: GATOState, z_t: Slots, product: Product) -> GATOState:
+        assert isinstance(self.f, SlotMap)
+        return carry._replace(r=self.f.combine({}, carry.r, product))
+
+    @nn.nowrap
+    def loop_input(self, z: Any) -> Slots:
+        return z["f"]

@@ -1,0 +1,126 @@
+"""How parameters start: gate biases, torch's defaults and plain uniform draws.
+
+Everything here is, or returns, a Flax-style initializer ``(key, shape, dtype) -> array``.
+Factories are cached: equal arguments give the same object, so that two cells built with
+equal settings compare equal and share one compilation.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Initializer = Callable[..., jax.Array]
+
+# Chrono's unknown timescale: terms summed one by one before the tail is integrated.
+_CHRONO_TABLE = 10_000
+
+
+def uniform_gate_bias(
+    key: jax.Array,
+    features: int,
+    shape: Sequence[int] | None = None,
+    dtype: Any = jnp.float32,
+) -> jax.Array:
+    """Uniform gate initialisation: b = logit(u), u ~ U[1/d, 1 - 1/d] (UR-gates, eq. 9, D.5).
+
+    Args:
+      key: PRNG key.
+      features: d, the hidden size, at least 3. Master gates use the hidden size too.
+      shape: shape of the draw; default ``[features]``.
+      dtype: dtype of the result.
+
+    Returns:
+      The biases; ``sigmoid(b)`` is uniform on [1/d, 1 - 1/d].
+
+    Raises:
+      ValueError: if ``features`` is below 3, where the interval is empty.
+    """
+    if features < 3:
+        raise ValueError(
+            "Uniform gate initialisation draws from U[1/d, 1 - 1/d] and needs d >= 3; "
+            f"got d = {features}."
+        )
+    shape = (features,) if shape is None else tuple(shape)
+    u = jax.random.uniform(key, shape, dtype, 1 / features, 1 - 1 / features)
+    return jnp.log(u) - jnp.log1p(-u)
+
+
+def chrono_bias(
+    key: jax.Array,
+    shape: Sequence[int],
+    tmax: float | None = None,
+    dtype: Any = jnp.float32,
+) -> jax.Array:
+    """Chrono initialisation of the forget bias (UR-gates, eq. 17; Tallec & Ollivier, 2018).
+
+    Args:
+      key: PRNG key.
+      shape: shape of the draw.
+      tmax: the longest dependency in steps, above 2: b = log U(1, tmax - 1). ``None``: the
+        unknown timescale of UR-gates B.3, b = log T with P(T = k) proportional to
+        1 / (k log^2(k + 1)). That law has no mean, so a few units start at forget gates that
+        round to 1.
+      dtype: dtype of the result.
+
+    Returns:
+      The biases, all >= 0. The input gate's are their negatives (eq. 18).
+
+    Raises:
+      ValueError: if ``tmax`` is 2 or less.
+    """
+    shape = tuple(shape)
+    if tmax is not None:
+        if tmax <= 2:
+            raise ValueError(f"Chrono initialisation needs tmax above 2, got {tmax}.")
+        return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, tmax - 1.0))
+    k = np.arange(1, _CHRONO_TABLE + 1, dtype=np.float64)
+    # Beyond the table 1/(k log^2(k+1)) integrates to 1/log k.
+    edge = math.log(_CHRONO_TABLE + 1.0)
+    weights = 1 / (k * np.log(k + 1) ** 2)
+    total = weights.sum() + 1 / edge
+    cdf = jnp.asarray(np.cumsum(weights) / total, dtype)
+    u = jax.random.uniform(key, shape, dtype)
+    index = jnp.searchsorted(cdf, u, side="right")
+    survival = jnp.maximum(1 - u, jnp.finfo(dtype).tiny) * jnp.asarray(total, dtype)
+    tail = 1 / survival  # P(T > t) = 1/log t there, so log T = 1/P
+    head = jnp.asarray(np.log(k), dtype)[jnp.minimum(index, _CHRONO_TABLE - 1)]
+    return jnp.where(index < _CHRONO_TABLE, head, jnp.maximum(tail, jnp.asarray(edge, dtype)))
+
+
+@functools.cache
+def symmetric_uniform(scale: float) -> Initializer:
+    """U[-scale, scale] for every leaf; GATO's is ``symmetric_uniform(0.1)`` (GATO, B.2)."""
+
+    def init(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
+        return jax.random.uniform(key, tuple(shape), dtype, -scale, scale)
+
+    return init
+
+
+def torch_recurrent(features: int) -> Initializer:
+    """torch's default for every leaf of nn.LSTM, nn.GRU and nn.RNN: U(±1/sqrt(features))."""
+    return symmetric_uniform(1 / math.sqrt(features))
+
+
+def torch_linear_kernel(
+    key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32
+) -> jax.Array:
+    """torch's default for the weight of nn.Linear, stored ``[in, out]``: U(±1/sqrt(in))."""
+    return torch_recurrent(shape[0])(key, shape, dtype)
+
+
+def torch_linear_bias(in_features: int) -> Initializer:
+    """torch's default for the bias of nn.Linear: U(±1/sqrt(in_features))."""
+    return torch_recurrent(in_features)
+
+
+def torch_embedding(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
+    """torch's default for nn.Embedding: N(0, 1)."""
+    return jax.random.normal(key, tuple(shape), dtype)

@@ -1,0 +1,345 @@
+"""The driver over time: project, loop, emit; masks, resets, rematerialisation, backends.
+
+Everything here is time-major: T time, then any batch dims. One step is
+
+    c = where(reset, fresh, c);  n = after(c, step(before(c)));
+    c = where(valid, n, c);      y = where(valid, emit(c), 0).
+
+The ``scan`` backend is that definition. Every other backend matches it in value and gradient,
+or raises with the reason; none falls back quietly.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from recurrent_gates.base import Carry, Cell, Params
+from recurrent_gates.carry import CarryFn, Noise, apply_after, apply_before, draw_noise
+from recurrent_gates.shapes import expand
+
+_LOGGER = logging.getLogger("recurrent_gates")
+
+
+class Backend(enum.Enum):
+    """How a recurrence is computed; each backend is held to ``SCAN`` by tests."""
+
+    AUTO = "auto"
+    SCAN = "scan"
+    FUSED = "fused"
+
+
+class Stream(NamedTuple):
+    """What happens at each step besides the input; leaves have leading axis T, or are None."""
+
+    valid: jax.Array | None
+    resets: jax.Array | None
+    noise: tuple[Noise, ...]
+
+
+class Settings(NamedTuple):
+    """The static side of a recurrence: hashable, an argument of backends, never a closure."""
+
+    cell: Cell
+    reverse: bool
+    unroll: int
+
+
+def select(mask: jax.Array | None, on_true: Carry, on_false: Carry) -> Carry:
+    """Per example where(mask, on_true, on_false) over a carry; no mask is on_false."""
+    if mask is None:
+        return on_false
+    return jax.tree.map(lambda a, b: jnp.where(expand(mask, b), a, b), on_true, on_false)
+
+
+def advance(
+    step: Callable[[Carry], Carry],
+    carry: Carry,
+    fresh: Carry,
+    carry_fns: Sequence[CarryFn],
+    stream_t: Stream,
+) -> Carry:
+    """One step of the driver around a cell's step; ``stream_t`` is a stream at one time."""
+    carry = select(stream_t.resets, fresh, carry)
+    new = step(apply_before(carry_fns, stream_t.noise, carry))
+    new = apply_after(carry_fns, stream_t.noise, carry, new)
+    return new if stream_t.valid is None else select(stream_t.valid, new, carry)
+
+
+def masked_output(valid: jax.Array | None, y: jax.Array) -> jax.Array:
+    """y with zeros on invalid steps."""
+    return y if valid is None else jnp.where(expand(valid, y), y, jnp.zeros_like(y))
+
+
+class Segment(NamedTuple):
+    """What a backend returns for a stretch of time."""
+
+    carry: Carry
+    ys: jax.Array
+    carries: Carry | None
+
+
+def scan_segment(
+    settings: Settings,
+    params: Params,
+    xs: Any,
+    carry: Carry,
+    fresh: Carry,
+    carry_fns: tuple[CarryFn, ...],
+    stream: Stream,
+    keep_carries: bool,
+) -> Segment:
+    """The definition: ``jax.lax.scan`` over the cell's step."""
+    cell = settings.cell
+    z = cell.project(params, xs)
+
+    def body(carry: Carry, inputs: tuple[Any, Stream]) -> tuple[Carry, Any]:
+        z_t, stream_t = inputs
+        carry = advance(lambda c: cell.step(params, c, z_t), carry, fresh, carry_fns, stream_t)
+        y = masked_output(stream_t.valid, cell.emit(params, carry, z_t))
+        return carry, (y, carry if keep_carries else None)
+
+    carry, (ys, carries) = jax.lax.scan(
+        body, carry, (z, stream), reverse=settings.reverse, unroll=settings.unroll
+    )
+    return Segment(carry, ys, carries)
+
+
+def unroll(
+    cell: Cell,
+    params: Params,
+    xs: Any,
+    carry: Carry | None = None,
+    *,
+    fresh: Carry | None = None,
+    lengths: jax.Array | None = None,
+    valid: jax.Array | None = None,
+    resets: jax.Array | None = None,
+    reverse: bool = False,
+    carry_fns: Sequence[CarryFn] = (),
+    key: jax.Array | None = None,
+    noise: Sequence[Noise] | None = None,
+    deterministic: bool = False,
+    return_carries: str = "last",
+    unroll: int = 1,
+    remat: int | None = None,
+    backend: str | Backend = Backend.AUTO,
+) -> tuple[Carry, jax.Array]:
+    """Runs a cell over a sequence.
+
+    Args:
+      cell: an unbound cell; inside a Flax module pass ``cell.copy(parent=None)``.
+      params: its parameters, ``cell.init_params(key, D)``.
+      xs: inputs ``[T, *batch, D]``.
+      carry: the carry before the first step; default ``cell.initial(batch)``.
+      fresh: the carry that a reset takes; default ``cell.initial(batch)``.
+      lengths: int ``[*batch]``, short for ``valid[t] = t < lengths``.
+      valid: bool ``[T, *batch]``, any pattern. An invalid step holds the carry and emits
+        zeros; its input, NaN included, reaches neither values nor gradients.
+      resets: bool ``[T, *batch]``: the step starts from ``fresh``, before x_t is read.
+      reverse: run t from T - 1 to 0; every y stays at its own t.
+      carry_fns: what happens to the carry around each step, left to right.
+      key: PRNG key that the carry functions draw from.
+      noise: their draws instead of a key, one entry per function with leading axis T.
+        Windows of a sequence equal the whole when given slices of one noise.
+      deterministic: draw nothing: detaching is off, zoneout takes its mean.
+      return_carries: ``"last"``: return the carry after the last step; ``"all"``: return
+        the carries of all steps, leaves ``[T, *batch, ...]``.
+      unroll: steps per iteration of the loop.
+      remat: length in steps of the chunks whose activations are computed again in the
+        backward pass instead of kept.
+      backend: ``"scan"``, ``"fused"`` or ``"auto"``, which logs its choice once.
+
+    Returns:
+      (carry, ys) with ys ``[T, *batch, F]`` at the same t as their inputs.
+
+    Raises:
+      ValueError: if shapes do not fit, if both lengths and valid are given, if a carry
+        function draws and there is neither key nor noise, or if the backend does not serve
+        the request.
+    """
+    leaves = jax.tree.leaves(xs)
+    if not leaves or any(jnp.ndim(leaf) < 2 for leaf in leaves):
+        shapes = [jnp.shape(leaf) for leaf in leaves]
+        raise ValueError(f"xs must be [T, *batch, D] with time first, got shapes {shapes}.")
+    steps, *batch = leaves[0].shape[:-1]
+    batch_shape = tuple(batch)
+    initial = cell.initial(batch_shape)
+    carry = initial if carry is None else _checked_carry("carry", carry, initial)
+    fresh = initial if fresh is None else _checked_carry("fresh", fresh, initial)
+    if return_carries not in ("last", "all"):
+        raise ValueError(f"return_carries must be 'last' or 'all', got {return_carries!r}.")
+    if remat is not None and remat < 1:
+        raise ValueError(f"remat is a chunk length of at least 1 step, got {remat}.")
+    valid = _resolve_valid(lengths, valid, steps, batch_shape)
+    resets = _checked_mask("resets", resets, steps, batch_shape)
+    carry_fns = tuple(carry_fns)
+    if deterministic:
+        noise = (None,) * len(carry_fns)
+    elif noise is None:
+        noise = draw_noise(carry_fns, key, steps, batch_shape)
+    noise = _checked_noise(noise, carry_fns, steps)
+
+    if valid is not None:  # NaN in padding must not reach project
+        xs = jax.tree.map(lambda x: jnp.where(expand(valid, x), x, jnp.zeros_like(x)), xs)
+    settings = Settings(cell, reverse, unroll)
+    segment, chunk = _resolve(cell, Backend(backend), carry_fns, carry)
+    stream = Stream(valid, resets, noise)
+    keep = return_carries == "all"
+    run = functools.partial(segment, settings, keep_carries=keep)
+    out = _chunked(run, settings, params, xs, carry, fresh, carry_fns, stream, remat or chunk)
+    return (out.carries if keep else out.carry), out.ys
+
+
+def _resolve(
+    cell: Cell, backend: Backend, carry_fns: tuple[CarryFn, ...], carry: Carry
+) -> tuple[Callable[..., Segment], int | None]:
+    """The segment function of a backend and the chunk length that it wants, or None."""
+    # Imported here: a backend is written in terms of this module.
+    from recurrent_gates.backends import fused
+
+    reason = fused.unsupported(cell, carry_fns, carry)
+    if backend is Backend.AUTO:
+        backend = Backend.SCAN if reason else Backend.FUSED
+        _log_choice(type(cell).__name__, backend.value, jax.default_backend(), reason)
+    if backend is Backend.SCAN:
+        return scan_segment, None
+    if reason:
+        raise ValueError(f"The fused backend does not serve this: {reason} Use backend='scan'.")
+    return fused.segment, fused.CHUNK if cell.accumulated else None
+
+
+@functools.cache
+def _log_choice(cell: str, choice: str, platform: str, reason: str | None) -> None:
+    because = f" ({reason})" if reason else ""
+    _LOGGER.info("%s on %s: backend auto chose %s%s", cell, platform, choice, because)
+
+
+def _chunked(
+    run: Callable[..., Segment],
+    settings: Settings,
+    params: Params,
+    xs: Any,
+    carry: Carry,
+    fresh: Carry,
+    carry_fns: tuple[CarryFn, ...],
+    stream: Stream,
+    chunk: int | None,
+) -> Segment:
+    """Runs segments of ``chunk`` steps in a scan, each rematerialised; a shorter one last."""
+    steps = jax.tree.leaves(xs)[0].shape[0]
+    if chunk is None or steps == 0:
+        return run(params, xs, carry, fresh, carry_fns, stream)
+    count, rest = divmod(steps, chunk)
+    whole = count * chunk
+    sequence = (xs, stream)
+
+    def checkpointed(carry: Carry, piece: Any, *, in_scan: bool) -> Segment:
+        def body(params, carry, fresh, carry_fns, piece):  # type: ignore[no-untyped-def]
+            xs, stream = piece
+            return run(params, xs, carry, fresh, carry_fns, stream)
+
+        remat = jax.checkpoint(body, prevent_cse=not in_scan)
+        return remat(params, carry, fresh, carry_fns, piece)
+
+    def run_whole(carry: Carry) -> Segment:
+        pieces = jax.tree.map(lambda x: x[:whole].reshape(count, chunk, *x.shape[1:]), sequence)
+
+        def body(carry: Carry, piece: Any) -> tuple[Carry, Any]:
+            out = checkpointed(carry, piece, in_scan=True)
+            return out.carry, (out.ys, out.carries)
+
+        carry, kept = jax.lax.scan(body, carry, pieces, reverse=settings.reverse)
+        ys, carries = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), kept)
+        return Segment(carry, ys, carries)
+
+    def run_rest(carry: Carry) -> Segment:
+        piece = jax.tree.map(lambda x: x[whole:], sequence)
+        return checkpointed(carry, piece, in_scan=False)
+
+    if not rest:
+        return run_whole(carry)
+    if not count:
+        return run_rest(carry)
+    if settings.reverse:
+        tail = run_rest(carry)
+        head = run_whole(tail.carry)
+        last = head.carry
+    else:
+        head = run_whole(carry)
+        tail = run_rest(head.carry)
+        last = tail.carry
+    ys, carries = jax.tree.map(
+        lambda a, b: jnp.concatenate([a, b]), (head.ys, head.carries), (tail.ys, tail.carries)
+    )
+    return Segment(last, ys, carries)
+
+
+def _checked_carry(name: str, carry: Carry, initial: Carry) -> Carry:
+    """The carry in the types of the initial one, or one sentence on what does not fit."""
+    got, want = jax.tree.structure(carry), jax.tree.structure(initial)
+    if got != want:
+        if jax.tree.structure(tuple(jax.tree.leaves(carry))) == jax.tree.structure(
+            tuple(jax.tree.leaves(initial))
+        ):
+            carry = jax.tree.unflatten(want, jax.tree.leaves(carry))
+        else:
+            raise ValueError(f"{name} must be {type(initial).__name__} {want}, got {got}.")
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(carry)]
+    wanted = [leaf.shape for leaf in jax.tree.leaves(initial)]
+    if shapes != wanted:
+        raise ValueError(f"{name} has shapes {shapes}; this cell and batch need {wanted}.")
+    return jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype), carry, initial)
+
+
+def _resolve_valid(
+    lengths: jax.Array | None,
+    valid: jax.Array | None,
+    steps: int,
+    batch_shape: tuple[int, ...],
+) -> jax.Array | None:
+    if lengths is None:
+        return _checked_mask("valid", valid, steps, batch_shape)
+    if valid is not None:
+        raise ValueError("Give lengths or valid, not both: lengths is short for a valid mask.")
+    lengths = jnp.asarray(lengths)
+    if not jnp.issubdtype(lengths.dtype, jnp.integer) or lengths.shape != batch_shape:
+        raise ValueError(
+            f"lengths must be integers of shape {batch_shape}, "
+            f"got {lengths.dtype} of shape {lengths.shape}."
+        )
+    time = jnp.arange(steps, dtype=lengths.dtype)
+    return time.reshape(steps, *(1,) * len(batch_shape)) < lengths[None]
+
+
+def _checked_mask(
+    name: str, mask: jax.Array | None, steps: int, batch_shape: tuple[int, ...]
+) -> jax.Array | None:
+    if mask is None:
+        return None
+    mask = jnp.asarray(mask)
+    if mask.shape != (steps, *batch_shape):
+        raise ValueError(f"{name} must have shape {(steps, *batch_shape)}, got {mask.shape}.")
+    return mask.astype(bool)
+
+
+def _checked_noise(
+    noise: Sequence[Noise], carry_fns: tuple[CarryFn, ...], steps: int
+) -> tuple[Noise, ...]:
+    noise = tuple(noise)
+    if len(noise) != len(carry_fns):
+        raise ValueError(
+            f"noise needs one entry per carry function: {len(carry_fns)}, got {len(noise)}."
+        )
+    for entry in jax.tree.leaves(noise):
+        if jnp.ndim(entry) < 1 or entry.shape[0] != steps:
+            raise ValueError(
+                f"noise must have leading axis T = {steps}, got shape {jnp.shape(entry)}."
+            )
+    return noise

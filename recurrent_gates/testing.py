@@ -1,0 +1,208 @@
+"""The conformance suite: what a cell must satisfy to run under everything here.
+
+from recurrent_gates.testing import check_cell
+check_cell(MyCell(features=8))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.test_util import check_grads
+
+from recurrent_gates.base import Cell
+from recurrent_gates.layers import RNN
+from recurrent_gates.scan import unroll
+
+_STEPS, _BATCH = 5, 3
+
+
+def check_cell(cell: Cell, in_features: int = 3, *, tolerance: float = 2e-5) -> None:
+    """Checks that a cell keeps its contract; raises on the first breach.
+
+    Checked: settings hash and compare; ``init_params`` and ``cell.init`` give the same tree;
+    a step keeps the carry's structure, shapes and dtypes, floats of at least float32;
+    ``project`` and ``emit`` are pointwise in time; a sequence equals a loop of single steps;
+    vmap equals a batch; masks hold the carry, resets restart it; gradients match finite
+    differences and are finite at large inputs; the cell runs in ``nn.RNN`` and equals ``RNN``;
+    a second call does not compile again.
+
+    Args:
+      cell: an unbound cell.
+      in_features: D of the inputs that it is tried on.
+      tolerance: allowed difference, relative to the largest entry, in float32.
+
+    Raises:
+      AssertionError: with one sentence that says what does not hold.
+    """
+    name = type(cell).__name__
+    _require(isinstance(cell, Cell), f"{name} must derive from recurrent_gates.Cell.")
+    key, x_key = jax.random.split(jax.random.key(0))
+    xs = jax.random.normal(x_key, (_STEPS, _BATCH, in_features))
+
+    twin = cell.clone()
+    _require(
+        hash(cell) == hash(twin) and cell == twin,
+        f"{name} needs hashable settings that compare equal when they are; keep arrays out.",
+    )
+    params = cell.init_params(key, in_features)
+    carry = cell.initial((_BATCH,))
+    _check_flax_init(cell, params, carry, xs)
+    _check_step(cell, params, carry, xs)
+    _check_time(cell, params, xs, tolerance)
+    _check_masks(cell, params, xs, tolerance)
+    _check_gradients(cell, params, xs)
+    _check_layers(cell, xs, tolerance)
+    _check_compiles_once(cell, params, xs)
+
+
+def _require(condition: Any, sentence: str) -> None:
+    if not condition:
+        raise AssertionError(sentence)
+
+
+def _require_close(got: Any, want: Any, tolerance: float, sentence: str) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        _require(a.shape == b.shape, f"{sentence} (shapes {a.shape} and {b.shape})")
+        if a.size:
+            scale = jnp.maximum(jnp.max(jnp.abs(b)), 1e-3)
+            worst = float(jnp.max(jnp.abs(a - b)) / scale)
+            _require(worst <= tolerance, f"{sentence} (relative difference {worst:.1e})")
+
+
+def _describe(tree: Any) -> Any:
+    return jax.tree.map(lambda a: (a.shape, str(a.dtype)), tree)
+
+
+def _check_flax_init(cell: Cell, params: Any, carry: Any, xs: jax.Array) -> None:
+    name = type(cell).__name__
+    _require(isinstance(params, dict), f"{name}.init_params must return a dict.")
+    created = cell.init(jax.random.key(1), carry, xs[0]).get("params", {})
+    _require(
+        _describe(created) == _describe(params),
+        f"{name}.init and init_params must give the same tree of parameters.",
+    )
+
+
+def _check_step(cell: Cell, params: Any, carry: Any, xs: jax.Array) -> None:
+    name = type(cell).__name__
+    new = cell.step(params, carry, cell.project(params, xs[0]))
+    _require(
+        jax.tree.structure(new) == jax.tree.structure(carry) and _describe(new) == _describe(carry),
+        f"{name}.step must keep the carry's structure, shapes and dtypes: "
+        f"{_describe(carry)} became {_describe(new)}.",
+    )
+    for leaf in jax.tree.leaves(carry):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            _require(
+                leaf.dtype.itemsize >= 4, f"{name}'s carry must be float32 at least, not less."
+            )
+
+
+def _loop(cell: Cell, params: Any, carry: Any, xs: jax.Array) -> tuple[Any, jax.Array]:
+    ys = []
+    for x in xs:
+        z = cell.project(params, x)
+        carry = cell.step(params, carry, z)
+        ys.append(cell.emit(params, carry, z))
+    return carry, jnp.stack(ys)
+
+
+def _check_time(cell: Cell, params: Any, xs: jax.Array, tolerance: float) -> None:
+    name = type(cell).__name__
+    want = _loop(cell, params, cell.initial((_BATCH,)), xs)
+    _require_close(
+        unroll(cell, params, xs, backend="scan"),
+        want,
+        tolerance,
+        f"{name}: a sequence must equal a loop of steps; is project pointwise in time?",
+    )
+    _require_close(
+        unroll(cell, params, xs),
+        want,
+        tolerance,
+        f"{name}: the backend chosen for it must equal a loop of steps",
+    )
+    _require_close(
+        jax.vmap(lambda x: unroll(cell, params, x, backend="scan"), 1, (0, 1))(xs),
+        want,
+        tolerance,
+        f"{name}: vmap over examples must equal a batch",
+    )
+
+
+def _check_masks(cell: Cell, params: Any, xs: jax.Array, tolerance: float) -> None:
+    name = type(cell).__name__
+    lengths = jnp.array([0, 2, _STEPS])
+    carry, ys = unroll(cell, params, xs.at[2:, 1].set(jnp.nan), lengths=lengths)
+    whole, _ = unroll(cell, params, xs[:, 2:])
+    short, want = unroll(cell, params, xs[:2, 1:2])
+    rows = [cell.initial((1,)), short, whole]
+    joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
+    _require_close(
+        carry, joined, tolerance, f"{name}: padding must hold the carry, NaN in it included"
+    )
+    _require_close(
+        ys[:2, 1:2], want, tolerance, f"{name}: outputs before padding must not depend on it"
+    )
+    _require(not jnp.any(ys[2:, 1]), f"{name}: outputs at padding must be zeros.")
+    resets = jnp.zeros((_STEPS, _BATCH), bool).at[2].set(True)
+    _require_close(
+        unroll(cell, params, xs, resets=resets)[0],
+        unroll(cell, params, xs[2:])[0],
+        tolerance,
+        f"{name}: a reset must equal starting anew",
+    )
+
+
+def _check_gradients(cell: Cell, params: Any, xs: jax.Array) -> None:
+    name = type(cell).__name__
+
+    def run(params: Any, xs: jax.Array) -> jax.Array:
+        carry, ys = unroll(cell, params, xs)
+        return sum(
+            (jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(carry)), jnp.sum(jnp.sin(ys))
+        )
+
+    try:
+        check_grads(run, (params, xs), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+    except AssertionError as error:
+        raise AssertionError(
+            f"{name}: gradients do not match finite differences: {error}"
+        ) from error
+    large = jax.grad(run, argnums=(0, 1))(params, 1e4 * xs)
+    finite = all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(large))
+    _require(finite, f"{name}: gradients must stay finite at inputs of 1e4.")
+
+
+def _check_layers(cell: Cell, xs: jax.Array, tolerance: float) -> None:
+    name = type(cell).__name__
+    xs = jnp.moveaxis(xs, 0, 1)
+    theirs, ours = nn.RNN(cell), RNN(cell)
+    variables = theirs.init(jax.random.key(2), xs)
+    created = ours.init(jax.random.key(2), xs)
+    _require(
+        _describe(created) == _describe(variables),
+        f"{name}: RNN and nn.RNN must have the same parameters.",
+    )
+    _require_close(
+        ours.apply(variables, xs),
+        theirs.apply(variables, xs),
+        tolerance,
+        f"{name}: RNN must equal nn.RNN",
+    )
+
+
+def _check_compiles_once(cell: Cell, params: Any, xs: jax.Array) -> None:
+    traces = []
+
+    @jax.jit
+    def run(params: Any, xs: jax.Array) -> Any:
+        traces.append(None)
+        return unroll(cell, params, xs)
+
+    jax.block_until_ready((run(params, xs), run(params, xs + 1)))
+    _require(len(traces) == 1, f"{type(cell).__name__} compiled again on a second call.")

@@ -33,6 +33,8 @@ from recurrent_gates.gato import (
     TwoLayer,
     gato_step,
 )
+from recurrent_gates.initializers import chrono_bias, uniform_gate_bias
+from recurrent_gates.interop import from_torch, to_torch
 from recurrent_gates.layers import RNN, Stack
 from recurrent_gates.scan import Backend, unroll
 from recurrent_gates.version import __version__
@@ -67,15 +69,19 @@ __all__ = [
     "UnknownCellError",
     "Zoneout",
     "__version__",
+    "chrono_bias",
     "count_parameters",
     "cumax",
     "draw_noise",
     "elman_step",
+    "from_torch",
     "gato_step",
     "gru_step",
     "linear_project",
     "lstm_step",
     "refine",
+    "to_torch",
     "trainable_mask",
+    "uniform_gate_bias",
     "unroll",
 ]

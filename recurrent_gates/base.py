@@ -48,11 +48,15 @@ class Cell(nn.RNNCellBase):
     ``recur`` and ``increment`` instead of ``step``.
     """
 
-    accumulated = ()
-    """Fields of the carry that are only added to, never read by ``recur`` or ``increment``."""
+    @property
+    def accumulated(self) -> tuple[str, ...]:
+        """Fields of the carry that are only added to, never read by ``recur``."""
+        return ()
 
-    separate = ()
-    """Slots whose recurrent product ``update`` wants apart from the input's projection."""
+    @property
+    def separate(self) -> tuple[str, ...]:
+        """Slots whose recurrent product ``update`` wants apart from the input's projection."""
+        return ()
 
     @nn.nowrap
     def init_params(self, key: jax.Array, in_features: int) -> dict[str, Any]:
@@ -342,7 +346,7 @@ class SlotCell(Cell):
                 s: self.bias_init(next(keys), (w,), dtype) for s, w in self.input_slots.items()
             },
         }
-        second = slots if self.bias_vectors == 2 else self.separate
+        second = self.input_slots if self.bias_vectors == 2 else self.separate
         if second:
             params["recurrent_bias"] = {
                 s: self.bias_init(next(keys), (slots[s],), dtype) for s in second

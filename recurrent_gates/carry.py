@@ -30,7 +30,7 @@ def get_field(carry: Carry, field: str | int | None) -> jax.Array:
       ValueError: if the carry has no such field; the sentence lists those it has.
     """
     if field is None:
-        if not hasattr(carry, "shape"):
+        if isinstance(carry, tuple):
             raise ValueError(f"field=None is for a carry that is one array, got {_fields(carry)}.")
         return carry
     if isinstance(field, int):
@@ -102,6 +102,36 @@ class CarryFn:
         return new
 
 
+# Both are the identity on values by construction, so the forward program is the plain one,
+# bit for bit; only the tangent, and so the cotangent, is changed.
+
+
+@jax.custom_jvp
+def _stop_gradient_where(mask: jax.Array, x: jax.Array) -> jax.Array:
+    """x; its gradient is stopped where the mask is True."""
+    del mask
+    return x
+
+
+@_stop_gradient_where.defjvp
+def _stop_gradient_where_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    (mask, x), (_, x_dot) = primals, tangents
+    return x, jnp.where(mask, jnp.zeros_like(x_dot), x_dot)
+
+
+@jax.custom_jvp
+def _scale_gradient(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """x; its gradient is multiplied by scale."""
+    del scale
+    return x
+
+
+@_scale_gradient.defjvp
+def _scale_gradient_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    (x, scale), (x_dot, _) = primals, tangents
+    return x, x_dot * scale
+
+
 @struct.dataclass
 class Detach(CarryFn):
     """h-detach: stop the gradient through a field at random steps (h-detach, Algorithm 1).
@@ -134,19 +164,7 @@ class Detach(CarryFn):
             return carry
         value = get_field(carry, self.field)
         mask = expand(noise_t.astype(bool), value)
-        return set_field(carry, self.field, jnp.where(mask, jax.lax.stop_gradient(value), value))
-
-
-@jax.custom_jvp
-def _scale_gradient(x: jax.Array, scale: jax.Array) -> jax.Array:
-    del scale
-    return x
-
-
-@_scale_gradient.defjvp
-def _scale_gradient_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    (x, scale), (x_dot, _) = primals, tangents
-    return x, x_dot * scale
+        return set_field(carry, self.field, _stop_gradient_where(mask, value))
 
 
 @struct.dataclass
@@ -226,7 +244,7 @@ def draw_noise(
     Raises:
       ValueError: if a function draws and ``key`` is None.
     """
-    noise = []
+    noise: list[Noise] = []
     for index, fn in enumerate(carry_fns):
         if not fn.draws:
             noise.append(None)

@@ -209,8 +209,8 @@ def gato_step(
     Returns:
       The next r and s, float32 at least.
     """
-    s = carry.s + g(params["g"], carry.r, z_t["g"])
-    return GATOState(f(params["f"], carry.r, z_t["f"]), _wrap(s, period))
+    s = carry.s + g(params.get("g", {}), carry.r, z_t["g"])
+    return GATOState(f(params.get("f", {}), carry.r, z_t["f"]), _wrap(s, period))
 
 
 class GATO(Cell):
@@ -288,10 +288,11 @@ class GATO(Cell):
     @nn.nowrap
     def init_params(self, key: jax.Array, in_features: int) -> dict[str, Any]:
         f_key, g_key = jax.random.split(key)
-        return {
+        params = {
             "f": self.f.init(f_key, in_features, self),
             "g": self.g.init(g_key, in_features, self),
         }
+        return {name: own for name, own in params.items() if own}  # Flax keeps no empty dicts
 
     @nn.nowrap
     def initial(self, batch_shape: Sequence[int]) -> GATOState:
@@ -301,17 +302,17 @@ class GATO(Cell):
     @nn.nowrap
     def project(self, params: Params, x: jax.Array) -> dict[str, Any]:
         return {
-            "f": self.f.project(params["f"], x, self.dtype),
-            "g": self.g.project(params["g"], x, self.dtype),
+            "f": self.f.project(params.get("f", {}), x, self.dtype),
+            "g": self.g.project(params.get("g", {}), x, self.dtype),
         }
 
     @nn.nowrap
     def recur(self, params: Params, carry: GATOState, z_t: Any) -> GATOState:
-        return carry._replace(r=self.f(params["f"], carry.r, z_t["f"]))
+        return carry._replace(r=self.f(params.get("f", {}), carry.r, z_t["f"]))
 
     @nn.nowrap
     def increment(self, params: Params, carry_tm1: GATOState, z: Any) -> dict[str, jax.Array]:
-        return {"s": self.g(params["g"], carry_tm1.r, z["g"])}
+        return {"s": self.g(params.get("g", {}), carry_tm1.r, z["g"])}
 
     @nn.nowrap
     def bounded(self, name: str, total: jax.Array) -> jax.Array:

@@ -121,7 +121,10 @@ class RNN(nn.Module):
             raise ValueError(f"Inputs must have time and feature axes, got {inputs.shape}.")
         params = self.cell.weights(inputs.shape[-1])
         if not time_major:
-            inputs, valid, resets = (_time_first(a, inputs.ndim) for a in (inputs, valid, resets))
+            time = inputs.ndim - 2
+            inputs = jnp.moveaxis(inputs, time, 0)
+            valid = None if valid is None else jnp.moveaxis(valid, time, 0)
+            resets = None if resets is None else jnp.moveaxis(resets, time, 0)
         if noise is None and not deterministic:
             drawn = any(fn.draws for fn in carry_fns) and self.has_rng("carry")
             key = self.make_rng("carry") if drawn else None
@@ -147,11 +150,6 @@ class RNN(nn.Module):
         if not time_major:
             ys = jnp.moveaxis(ys, 0, -2)
         return (carry, ys) if return_carry else ys
-
-
-def _time_first(array: jax.Array | None, ndim: int) -> jax.Array | None:
-    """Moves time, the axis before features in inputs of ``ndim`` axes, to the front."""
-    return None if array is None else jnp.moveaxis(array, ndim - 2, 0)
 
 
 def _flip(ys: jax.Array, lengths: jax.Array | None) -> jax.Array:

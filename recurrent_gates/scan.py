@@ -189,7 +189,7 @@ def unroll(
     if valid is not None:  # NaN in padding must not reach project
         xs = jax.tree.map(lambda x: jnp.where(expand(valid, x), x, jnp.zeros_like(x)), xs)
     settings = Settings(cell, reverse, unroll)
-    segment, chunk = _resolve(cell, Backend(backend), carry_fns, carry)
+    segment, chunk = _resolve(cell, params, Backend(backend), carry_fns, carry)
     stream = Stream(valid, resets, noise)
     keep = return_carries == "all"
     run = functools.partial(segment, settings, keep_carries=keep)
@@ -198,13 +198,17 @@ def unroll(
 
 
 def _resolve(
-    cell: Cell, backend: Backend, carry_fns: tuple[CarryFn, ...], carry: Carry
+    cell: Cell,
+    params: Params,
+    backend: Backend,
+    carry_fns: tuple[CarryFn, ...],
+    carry: Carry,
 ) -> tuple[Callable[..., Segment], int | None]:
     """The segment function of a backend and the chunk length that it wants, or None."""
     # Imported here: a backend is written in terms of this module.
     from recurrent_gates.backends import fused
 
-    reason = fused.unsupported(cell, carry_fns, carry)
+    reason = fused.unsupported(cell, params, carry_fns, carry)
     if backend is Backend.AUTO:
         backend = Backend.SCAN if reason else Backend.FUSED
         _log_choice(type(cell).__name__, backend.value, jax.default_backend(), reason)
@@ -241,7 +245,7 @@ def _chunked(
     sequence = (xs, stream)
 
     def checkpointed(carry: Carry, piece: Any, *, in_scan: bool) -> Segment:
-        def body(params, carry, fresh, carry_fns, piece):  # type: ignore[no-untyped-def]
+        def body(params, carry, fresh, carry_fns, piece):
             xs, stream = piece
             return run(params, xs, carry, fresh, carry_fns, stream)
 
@@ -283,11 +287,10 @@ def _chunked(
 
 def _checked_carry(name: str, carry: Carry, initial: Carry) -> Carry:
     """The carry in the types of the initial one, or one sentence on what does not fit."""
-    got, want = jax.tree.structure(carry), jax.tree.structure(initial)
+    got: Any = jax.tree.structure(carry)
+    want: Any = jax.tree.structure(initial)
     if got != want:
-        if jax.tree.structure(tuple(jax.tree.leaves(carry))) == jax.tree.structure(
-            tuple(jax.tree.leaves(initial))
-        ):
+        if got.num_leaves == want.num_leaves:  # a plain tuple for a NamedTuple, say
             carry = jax.tree.unflatten(want, jax.tree.leaves(carry))
         else:
             raise ValueError(f"{name} must be {type(initial).__name__} {want}, got {got}.")

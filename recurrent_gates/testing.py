@@ -77,6 +77,10 @@ def _describe(tree: Any) -> Any:
     return jax.tree.map(lambda a: (a.shape, str(a.dtype)), tree)
 
 
+def _structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
+
+
 def _check_flax_init(cell: Cell, params: Any, carry: Any, xs: jax.Array) -> None:
     name = type(cell).__name__
     _require(isinstance(params, dict), f"{name}.init_params must return a dict.")
@@ -91,7 +95,7 @@ def _check_step(cell: Cell, params: Any, carry: Any, xs: jax.Array) -> None:
     name = type(cell).__name__
     new = cell.step(params, carry, cell.project(params, xs[0]))
     _require(
-        jax.tree.structure(new) == jax.tree.structure(carry) and _describe(new) == _describe(carry),
+        _structure(new) == _structure(carry) and _describe(new) == _describe(carry),
         f"{name}.step must keep the carry's structure, shapes and dtypes: "
         f"{_describe(carry)} became {_describe(new)}.",
     )
@@ -197,7 +201,7 @@ def _check_layers(cell: Cell, xs: jax.Array, tolerance: float) -> None:
 
 
 def _check_compiles_once(cell: Cell, params: Any, xs: jax.Array) -> None:
-    traces = []
+    traces: list[None] = []
 
     @jax.jit
     def run(params: Any, xs: jax.Array) -> Any:

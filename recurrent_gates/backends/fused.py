@@ -3,6 +3,7 @@
 The forward loop keeps each pre-activation and each carry once. The backward loop replays a
 step from them without computing a recurrent product again, and hands out the cotangents of
 the pre-activations; the weights' gradients are formed after it, one product over all steps.
+A step that is detached for the whole batch skips its products in the backward loop.
 
 Where fields only accumulate (GATO's s) the loop runs the other fields alone. The increments
 of a whole chunk are then computed at once, outside the loop, and added up. Chunks are
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from recurrent_gates.base import Carry, Cell, Params, Slots, pre_activations
-from recurrent_gates.carry import CarryFn, apply_before, get_field
+from recurrent_gates.carry import CarryFn, Detach, apply_before, get_field
 from recurrent_gates.scan import Segment, Settings, Stream, advance, masked_output, select
 
 CHUNK = 8
@@ -27,9 +28,8 @@ CHUNK = 8
 CarryFns = tuple[CarryFn, ...]
 
 
-def unsupported(cell: Cell, carry_fns: CarryFns, carry: Carry) -> str | None:
+def unsupported(cell: Cell, params: Params, carry_fns: CarryFns, carry: Carry) -> str | None:
     """Why this backend does not serve a request, in one sentence; None if it does."""
-    params = jax.eval_shape(lambda key: cell.init_params(key, 1), jax.random.key(0))
     if cell.recurrent_weights(params) is None:
         return f"{type(cell).__name__} with these settings does not name its recurrent products."
     for fn in carry_fns:
@@ -103,10 +103,12 @@ def _forward(
 
     def body(c: Carry, inputs: tuple[Slots, Stream]) -> tuple[Carry, Any]:
         z_t, stream_t = inputs
-        kept = {}
+        kept: dict[str, jax.Array] = {}
         joined = pre_activations(functools.partial(cell.product, weights), z_t, cell.separate)
 
         def product(slot: str, x: jax.Array) -> jax.Array:
+            if slot in kept:
+                raise TypeError(f"{type(cell).__name__}.update uses the product {slot!r} twice.")
             kept[slot] = joined(slot, x)
             return kept[slot]
 
@@ -130,7 +132,6 @@ def _backward(settings: Settings, kept: Any, cotangents: tuple[Carry, Carry]) ->
     d_last, d_carries = cotangents
     steps = jax.tree.leaves(carries)[0].shape[0]
     first, towards_first = (steps - 1, 1) if reverse else (0, -1)
-    replay = functools.partial(_replay, cell, dtype)
 
     def previous(t: jax.Array) -> Carry:
         at = jnp.clip(t + towards_first, 0, steps - 1)
@@ -145,15 +146,56 @@ def _backward(settings: Settings, kept: Any, cotangents: tuple[Carry, Carry]) ->
     def body(state: tuple[Carry, Carry], inputs: Any) -> tuple[tuple[Carry, Carry], Any]:
         d_carry, d_fresh = state
         t, pre_t, apart_t, stream_t, d_here = inputs
+        direct: dict[str, int] = {}  # slot -> the leaf of the carry that its product reads
 
-        def step(prev, fresh, pre_t, apart_t):  # type: ignore[no-untyped-def]
-            product = functools.partial(replay, weights, pre_t)
+        def update(read: Carry, pre_t: Slots, apart_t: Slots) -> Carry:
+            def product(slot: str, x: jax.Array) -> jax.Array:
+                for index, leaf in enumerate(jax.tree.leaves(read)):
+                    if leaf is x:
+                        direct[slot] = index
+                        return pre_t[slot]
+                return _known(cell, dtype, weights, pre_t[slot], slot, x)
+
+            return cell.update(read, apart_t, product)
+
+        def step(prev, fresh, pre_t, apart_t):
             return advance(
-                lambda c: cell.update(c, apart_t, product), prev, fresh, carry_fns, stream_t
+                lambda read: update(read, pre_t, apart_t), prev, fresh, carry_fns, stream_t
             )
 
-        _, pullback = jax.vjp(step, previous(t), fresh, pre_t, apart_t)
+        prev = previous(t)
+        _, pullback = jax.vjp(step, prev, fresh, pre_t, apart_t)
         d_prev, d_fresh_t, d_pre, d_apart = pullback(_add(d_carry, d_here))
+
+        # What the products read from the carry itself, all of them at once.
+        def read_by_products(prev: Carry, fresh: Carry) -> list[jax.Array]:
+            carry = select(stream_t.resets, fresh, prev)
+            return jax.tree.leaves(apply_before(carry_fns, stream_t.noise, carry))
+
+        def d_products(d_pre: Slots) -> list[jax.Array]:
+            def products(read: list[jax.Array]) -> Slots:
+                return {
+                    slot: cell.product(weights, slot, read[index], dtype)
+                    for slot, index in direct.items()
+                }
+
+            _, pullback = jax.vjp(products, jax.tree.leaves(prev))
+            return pullback({slot: d_pre[slot] for slot in direct})[0]
+
+        if direct:
+            skip = _detached(carry_fns, stream_t, prev, set(direct.values()))
+            if skip is None or not any(leaf.ndim > 1 for leaf in jax.tree.leaves(weights)):
+                d_read = d_products(d_pre)
+            else:  # h-detach: no gradient passes, so no product is due
+                d_read = jax.lax.cond(
+                    skip,
+                    lambda _: [jnp.zeros_like(a) for a in jax.tree.leaves(prev)],
+                    d_products,
+                    d_pre,
+                )
+            _, pullback = jax.vjp(read_by_products, prev, fresh)
+            d_prev_read, d_fresh_read = pullback(d_read)
+            d_prev, d_fresh_t = _add(d_prev, d_prev_read), _add(d_fresh_t, d_fresh_read)
         if stream.resets is not None:
             d_fresh = _add(d_fresh, d_fresh_t)
         return (d_prev, d_fresh), (d_pre, d_apart)
@@ -165,8 +207,8 @@ def _backward(settings: Settings, kept: Any, cotangents: tuple[Carry, Carry]) ->
     )
 
     # d weights: the products of all steps at once, on the vectors that they read.
-    def inputs_of(prev, pre_t, apart_t, stream_t):  # type: ignore[no-untyped-def]
-        read = {}
+    def inputs_of(prev, pre_t, apart_t, stream_t):
+        read: dict[str, jax.Array] = {}
 
         def product(slot: str, x: jax.Array) -> jax.Array:
             read[slot] = x
@@ -217,10 +259,20 @@ def _known_backward(cell: Cell, dtype: Any, slot: str, kept: Any, d_out: jax.Arr
 _known.defvjp(_known_forward, _known_backward)
 
 
-def _replay(
-    cell: Cell, dtype: Any, weights: Params, pre_t: Slots, slot: str, x: jax.Array
-) -> jax.Array:
-    return _known(cell, dtype, weights, pre_t[slot], slot, x)
+def _detached(
+    carry_fns: CarryFns, stream_t: Stream, carry: Carry, leaves: set[int]
+) -> jax.Array | None:
+    """Whether all these leaves are detached for the whole batch; None if that cannot be."""
+    numbered = jax.tree.unflatten(jax.tree.structure(carry), range(len(jax.tree.leaves(carry))))
+    masks: dict[int, jax.Array] = {}
+    for fn, noise_t in zip(carry_fns, stream_t.noise, strict=True):
+        if isinstance(fn, Detach) and noise_t is not None and noise_t.ndim == 0:
+            leaf: Any = get_field(numbered, fn.field)
+            mask = noise_t.astype(bool)
+            masks[leaf] = masks[leaf] | mask if leaf in masks else mask
+    if not leaves <= set(masks):
+        return None
+    return functools.reduce(jnp.logical_and, [masks[leaf] for leaf in sorted(leaves)])
 
 
 def _add(a: Carry, b: Carry) -> Carry:

@@ -327,6 +327,7 @@ class SlotCell(Cell):
 
     @nn.nowrap
     def zeros(self, batch_shape: Sequence[int]) -> jax.Array:
+        """A field of the initial carry, ``[*batch_shape, F]``, float32 at least."""
         return jnp.zeros((*batch_shape, self.features), state_dtype(self.param_dtype))
 
     @nn.nowrap

@@ -67,7 +67,7 @@ class CarryFn:
     """Base of carry functions; a subclass overrides ``draw``, ``before`` or ``after``.
 
     Attributes:
-      p: a probability, a scalar array leaf.
+      p: a probability, a scalar array leaf; it gets no gradient.
       field: which field of the carry it acts on; see ``get_field``.
     """
 
@@ -213,7 +213,7 @@ class Zoneout(CarryFn):
         """
         old, fresh = get_field(prev, self.field), get_field(new, self.field)
         if noise_t is None:
-            p = jnp.asarray(self.p, fresh.dtype)
+            p = jax.lax.stop_gradient(jnp.asarray(self.p, fresh.dtype))
             kept = p * old + (1 - p) * fresh
         else:
             if jnp.issubdtype(noise_t.dtype, jax.dtypes.prng_key):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax import export
 
 from recurrent_gates.base import (
     Activation,
@@ -42,6 +43,12 @@ class HiddenState(NamedTuple):
     """Carry of GRU, JANET and the Elman network: h ``[*batch, F]``."""
 
     h: jax.Array
+
+
+for _state in (LSTMState, HiddenState):  # so that jitted steps pass through jax.export
+    export.register_namedtuple_serialization(
+        _state, serialized_name=f"recurrent_gates.{_state.__name__}"
+    )
 
 
 # ---------------------------------------------------------------------------------------

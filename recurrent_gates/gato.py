@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax import export
 
 from recurrent_gates.base import (
     Activation,
@@ -35,6 +36,9 @@ class GATOState(NamedTuple):
 
     r: jax.Array
     s: jax.Array
+
+
+export.register_namedtuple_serialization(GATOState, serialized_name="recurrent_gates.GATOState")
 
 
 class GATOMap:

@@ -175,6 +175,8 @@ def unroll(
     fresh = initial if fresh is None else _checked_carry("fresh", fresh, initial)
     if return_carries not in ("last", "all"):
         raise ValueError(f"return_carries must be 'last' or 'all', got {return_carries!r}.")
+    if unroll < 1:
+        raise ValueError(f"unroll is a number of steps, at least 1, got {unroll}.")
     if remat is not None and remat < 1:
         raise ValueError(f"remat is a chunk length of at least 1 step, got {remat}.")
     valid = _resolve_valid(lengths, valid, steps, batch_shape)
@@ -190,6 +192,8 @@ def unroll(
         xs = jax.tree.map(lambda x: jnp.where(expand(valid, x), x, jnp.zeros_like(x)), xs)
     settings = Settings(cell, reverse, unroll)
     segment, chunk = _resolve(cell, params, Backend(backend), carry_fns, carry)
+    if steps == 0:  # nothing to fuse or to chunk
+        segment, chunk, remat = scan_segment, None, None
     stream = Stream(valid, resets, noise)
     keep = return_carries == "all"
     run = functools.partial(segment, settings, keep_carries=keep)
@@ -238,7 +242,7 @@ def _chunked(
 ) -> Segment:
     """Runs segments of ``chunk`` steps in a scan, each rematerialised; a shorter one last."""
     steps = jax.tree.leaves(xs)[0].shape[0]
-    if chunk is None or steps == 0:
+    if chunk is None:
         return run(params, xs, carry, fresh, carry_fns, stream)
     count, rest = divmod(steps, chunk)
     whole = count * chunk

@@ -1,0 +1,344 @@
+"""Figures of what ``recurrent_gates.analysis`` and its neighbours compute; each is one PNG.
+
+Matplotlib is imported when a figure is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recurrent_gates import gate_theory
+from recurrent_gates.desiderata import Criterion, Verdict
+from recurrent_gates.gate_theory import TimescaleLaw
+
+_BLUE, _RED, _GREEN, _GREY = "#1b6ca8", "#d1495b", "#2e933c", "#5f6b6d"
+_COLOURS = (_BLUE, _RED, _GREEN, "#edae49", "#6a4c93", _GREY)
+_STYLE: dict[Any, Any] = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "font.size": 10,
+    "legend.frameon": False,
+}
+_FLOOR = 1e-30  # norms below are not drawn
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)
+    _pyplot().close(figure)
+
+
+def _heading(figure: Any, text: str) -> None:
+    figure.suptitle(text, x=0.01, ha="left", fontsize=11)
+
+
+def shown(value: float) -> str:
+    """A measured number in a few characters."""
+    return f"{value:.2g}" if abs(value) < 0.01 or abs(value) >= 1000 else f"{value:.3g}"
+
+
+# ---------------------------------------------------------------------------------------
+# One cell
+# ---------------------------------------------------------------------------------------
+
+
+def criteria(
+    results: Sequence[Criterion],
+    expected: Sequence[Verdict] | None,
+    title: str,
+    path: Path,
+) -> None:
+    """GATO's five criteria as a table.
+
+    Args:
+      results: as ``desiderata`` returns them.
+      expected: verdicts of the same criteria, or None.
+      title: what was measured.
+      path: of the PNG.
+    """
+    plt = _pyplot()
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(8.8, 2.9))
+        figure.subplots_adjust(left=0.015, right=0.985, top=0.86, bottom=0.02)
+        axes.axis("off")
+        axes.set_xlim(0, 1)
+        axes.set_ylim(-len(results) + 0.45, 0.75)
+        columns = (0.0, 0.43, 0.735, 0.75, 0.85, 0.94)
+        heads = ("criterion", "measured, the worst draw", "", "limit", "expected", "verdict")
+        for x, head in zip(columns, heads, strict=True):
+            axes.text(x, 0.35, head, weight="bold", va="center")
+        axes.axhline(0, color="0.3", linewidth=0.8)
+        for row, result in enumerate(results):
+            y = -row - 0.5
+            sign = "≥" if result.number == 3 else "≤"
+            axes.text(columns[0], y, f"{result.number}  {result.statement}", va="center")
+            axes.text(columns[1], y, result.quantity, va="center", color="0.3")
+            axes.text(columns[2], y, shown(result.value), va="center", ha="right")
+            axes.text(columns[3], y, f"{sign} {result.limit:g}", va="center", color="0.3")
+            if expected is not None:
+                axes.text(columns[4], y, verdict(expected[row].met), va="center", color="0.3")
+            axes.text(
+                columns[5],
+                y,
+                verdict(result.met),
+                va="center",
+                weight="bold",
+                color=_GREEN if result.met else _RED,
+            )
+            axes.axhline(-row - 1, color="0.85", linewidth=0.6)
+        _heading(figure, title)
+        _save(figure, path)
+
+
+def verdict(met: bool) -> str:
+    return "met" if met else "not met"
+
+
+def gradient_paths(
+    panels: Mapping[str, Mapping[str, np.ndarray]],
+    extras: Mapping[str, Mapping[str, np.ndarray]],
+    title: str,
+    path: Path,
+) -> None:
+    """Norms of d carry_T / d carry_t against the gap, one panel above another set of lines.
+
+    Args:
+      panels: ``{panel: {path: log10 norms [draws, T + 1]}}``: median and range over draws.
+      extras: the same, dashed and thin, for bounds; lines may be shorter and end at the gap T.
+      title: what was measured.
+      path: of the PNG.
+    """
+    plt = _pyplot()
+    with plt.rc_context(_STYLE):
+        figure, row = plt.subplots(
+            1, len(panels), figsize=(4.6 * len(panels), 3.9), sharey=True, constrained_layout=True
+        )
+        row = np.atleast_1d(row)
+        tops = []
+        for axes, (name, lines) in zip(row, panels.items(), strict=True):
+            for index, (label, table) in enumerate(lines.items()):
+                tops.append(_band(axes, table, label, _COLOURS[index % len(_COLOURS)], "-"))
+            for index, (label, table) in enumerate(extras.get(name, {}).items()):
+                colour = (_GREY, "#edae49", "#6a4c93")[index % 3]
+                _band(axes, table, label, colour, "--" if index % 2 == 0 else ":", fill=False)
+            axes.set_yscale("log")
+            axes.set_title(name, loc="left")
+            axes.set_xlabel("gap T - t, steps")
+            axes.axhline(1, color="0.6", linewidth=0.8, zorder=0)
+            axes.grid(alpha=0.25, linewidth=0.6)
+            axes.set_xlim(0, max(table.shape[-1] for table in lines.values()) - 1)
+        top = max(tops)
+        row[0].set_ylim(_FLOOR, 10 ** (np.ceil(np.log10(top)) + 2))
+        row[0].set_ylabel("|d state$_T$ / d state$_t$|, spectral norm")
+        handles, labels = row[0].get_legend_handles_labels()
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=min(3, len(labels)), fontsize=9
+        )
+        _heading(figure, title)
+        _save(figure, path)
+
+
+def _band(
+    axes: Any, table: np.ndarray, label: str, colour: str, style: str, fill: bool = True
+) -> float:
+    """Median and range over draws; gaps end at the same T. Returns the largest value drawn."""
+    with np.errstate(over="ignore"):
+        values = 10.0 ** np.clip(np.asarray(table, float), -300, 300)
+    gaps = np.arange(values.shape[-1])
+    axes.plot(
+        gaps,
+        np.median(values, axis=0),
+        style,
+        color=colour,
+        linewidth=1.8 if fill else 1.3,
+        label=label,
+    )
+    if fill:
+        axes.fill_between(
+            gaps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.18, linewidth=0
+        )
+    return float(values.max())
+
+
+def gate_histograms(means: Mapping[str, np.ndarray], title: str, path: Path) -> None:
+    """Histograms of gate activations, one panel a gate (UR-gates, Fig. 4).
+
+    Args:
+      means: ``{gate: averages over time and batch, a number for each unit}``.
+      title: what was measured.
+      path: of the PNG.
+    """
+    plt = _pyplot()
+    with plt.rc_context(_STYLE):
+        count = len(means)
+        figure, row = plt.subplots(
+            1, count, figsize=(max(5.0, 2.7 * count), 2.9), constrained_layout=True
+        )
+        for axes, (name, values) in zip(np.atleast_1d(row), means.items(), strict=True):
+            signed = values.min() < 0
+            axes.hist(
+                values,
+                bins=50,
+                range=(-1, 1) if signed else (0, 1),
+                color=_BLUE,
+                edgecolor="white",
+                linewidth=0.3,
+            )
+            axes.set_xlim(-1 if signed else 0, 1)
+            axes.set_title(f"gate {name}", loc="left")
+            axes.set_xlabel("mean activation of a unit")
+        np.atleast_1d(row)[0].set_ylabel("units")
+        _heading(figure, title)
+        _save(figure, path)
+
+
+def timescales(
+    periods: np.ndarray,
+    law: TimescaleLaw | None,
+    rows: Sequence[TimescaleLaw],
+    title: str,
+    path: Path,
+) -> None:
+    """P(D > x) of a cell's decay periods at the start, and of UR-gates' Table 4.
+
+    Args:
+      periods: D of many units, any shape.
+      law: the law that they should follow, or None.
+      rows: those of the table.
+      title: what was measured.
+      path: of the PNG.
+    """
+    plt = _pyplot()
+    values = np.sort(np.ravel(periods))
+    survival = 1 - np.arange(values.size) / values.size  # P(D >= x)
+    finite = np.isfinite(values)
+    end = max(300.0, min(1e6, values[finite].max() * 3)) if finite.any() else 1e6
+    x = np.geomspace(1, end, 2000)
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(6.6, 4.3), constrained_layout=True)
+        # Two rows of the table may be the same curve: the later is dotted over the earlier.
+        styles = ("-", "-", "-", "-", (0, (1, 2.5)))
+        colours = ("#edae49", "#6a4c93", _GREEN, _RED, "black")
+        for row, style, colour in zip(rows, styles, colours, strict=True):
+            axes.plot(
+                x,
+                np.maximum(1 - row.cdf(x), 1e-9),
+                linestyle=style,
+                color=colour,
+                alpha=0.8,
+                linewidth=1.3,
+                label=f"Table 4: {row.name}",
+            )
+        if law is not None:
+            axes.plot(
+                x,
+                np.maximum(1 - law.cdf(x), 1e-9),
+                color="black",
+                linestyle="--",
+                linewidth=1.4,
+                label=f"this gate's law: {law.name}",
+            )
+        axes.step(values[finite], survival[finite], where="pre", color=_BLUE, linewidth=2.4)
+        axes.plot([], [], color=_BLUE, linewidth=2.4, label="measured")
+        axes.set(xscale="log", yscale="log", xlim=(1, end), ylim=(0.5 / values.size, 1.5))
+        axes.set_xlabel("decay period D = 1 / (1 - f), steps")
+        axes.set_ylabel("P(D > x)")
+        axes.grid(alpha=0.25, linewidth=0.6)
+        figure.legend(loc="outside lower center", ncols=3, fontsize=8.5)
+        _heading(figure, title)
+        _save(figure, path)
+
+
+# ---------------------------------------------------------------------------------------
+# The refine gate
+# ---------------------------------------------------------------------------------------
+
+
+def refine_gate(path: Path) -> None:
+    """UR-gates' Figure 2: band, effective gate, contours, gradient bounds.
+
+    Args:
+      path: of the PNG.
+    """
+    plt = _pyplot()
+    with plt.rc_context(_STYLE):
+        figure, ((a, b), (c, d)) = plt.subplots(2, 2, figsize=(8.2, 6.8), constrained_layout=True)
+        _draw_band(a)
+        _draw_effective_band(b)
+        _draw_contours(c)
+        _draw_gradient_bounds(d)
+        for axes in (a, b, d):
+            axes.grid(alpha=0.25, linewidth=0.6)
+        _heading(figure, "The refine gate  ·  g = f + α(f) (2r - 1)")
+        _save(figure, path)
+
+
+def _draw_band(axes: Any) -> None:
+    f = np.linspace(0, 1, 401)
+    axes.plot(f, gate_theory.band(f), color=_BLUE, linewidth=1.8, label="α(f) = f (1 - f)")
+    # What f itself leaves room for: g may not leave [0, 1].
+    axes.plot(f, np.minimum(f, 1 - f), color=_GREY, linestyle="--", label="min(f, 1 - f)")
+    axes.set_title("a  band", loc="left")
+    axes.set(xlabel="forget gate f", ylabel="α(f)", xlim=(0, 1), ylim=(0, 0.52))
+    axes.legend(fontsize=9)
+
+
+def _draw_effective_band(axes: Any) -> None:
+    x = np.linspace(-6, 6, 401)
+    f, lower, upper = gate_theory.effective_band(x)
+    axes.fill_between(x, lower, upper, color=_BLUE, alpha=0.18, linewidth=0)
+    axes.plot(x, upper, color=_BLUE, linewidth=1.4, label="r = 1: 1 - (1 - f)²")
+    axes.plot(x, f, color="black", linewidth=1.8, label="r = 1/2: f")
+    axes.plot(x, lower, color=_RED, linewidth=1.4, label="r = 0: f²")
+    axes.set_title("b  effective gate", loc="left")
+    axes.set(xlabel="pre-activation of f", ylabel="effective gate g", xlim=(-6, 6), ylim=(0, 1))
+    axes.legend(fontsize=9, loc="upper left")
+
+
+def _draw_contours(axes: Any) -> None:
+    f, r = np.meshgrid(np.linspace(0, 1, 301), np.linspace(0, 1, 301))
+    g = gate_theory.effective_gate(f, r)
+    levels = [0.01, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99]
+    lines = axes.contour(f, r, g, levels=levels, cmap="viridis", linewidths=1.3)
+    # Each label where its line crosses its own height, so that none meets another.
+    spots = [(float(np.interp(h, gate_theory.effective_gate(_F, h), _F)), h) for h in levels]
+    axes.clabel(lines, fmt="%g", fontsize=8, manual=[_between(x, y) for x, y in spots])
+    axes.set_title("c  effective gate g by f and r", loc="left")
+    axes.set(xlabel="forget gate f", ylabel="refine gate r", aspect="equal")
+
+
+_F = np.linspace(0, 1, 2001)
+
+
+def _between(x: float, y: float) -> tuple[float, float]:
+    return min(max(x, 0.04), 0.96), min(max(y, 0.06), 0.94)
+
+
+def _draw_gradient_bounds(axes: Any) -> None:
+    g = np.linspace(0.001, 0.999, 999)
+    bounds = gate_theory.gradient_bounds(g)
+    axes.plot(g, bounds.upper_ratio, color=_BLUE, linewidth=1.8, label="greatest over r")
+    axes.plot(g, bounds.lower_ratio, color="black", linewidth=1.8, label="least over r")
+    axes.axhline(1, color=_GREY, linestyle="--", linewidth=1)
+    axes.set_title("d  gradient, refined over plain", loc="left")
+    axes.set(
+        xlabel="effective gate g",
+        ylabel="|∇g| with r / |∇g| without",
+        xlim=(0, 1),
+        ylim=(0, None),
+    )
+    axes.legend(fontsize=9)

@@ -1,0 +1,174 @@
+"""A run's directory: whose it is, what was measured, what came out."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+
+from experiments.config import Config, UserError
+
+Row = dict[str, Any]
+
+
+class Workdir:
+    """The files of a run.
+
+    ``config.json`` settings, commit, versions, device; ``metrics.jsonl`` a row for each
+    evaluation, without clock values; ``timing.jsonl`` the clock values; ``summary.json``;
+    ``checkpoints/``, ``figures/`` and ``tensorboard/``.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.metrics = self.path / "metrics.jsonl"
+        self.timing = self.path / "timing.jsonl"
+        self._lock: IO[str] | None = None
+
+    def claim(self, config: Config) -> str | None:
+        """Makes the directory this config's, for this process.
+
+        Returns:
+          A sentence if the run began on other devices, else None.
+
+        Raises:
+          UserError: if it cannot be written, is in use or belongs to another config.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / "lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"the workdir {self.path} is in use by another process.") from None
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(f"cannot write to the workdir {self.path}: {reason}.") from None
+        before = self.read_json("config.json")
+        if before is not None:
+            self._check_same(before, config)
+        now = _origin()
+        self.write_json(
+            "config.json",
+            {
+                "protocol": config.protocol,
+                "overrides": config.overrides,
+                "config": config.resolved(),
+                "identity": config.identity(),
+                **now,
+            },
+        )
+        if before is not None and before["device"] != now["device"]:
+            return (
+                f"this run began on {before['device']} and goes on on {now['device']}: "
+                "its last bits will differ."
+            )
+        return None
+
+    def close(self) -> None:
+        """Lets other processes have the directory."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def _check_same(self, before: dict[str, Any], config: Config) -> None:
+        old, new = before["identity"], config.identity()
+        different = [name for name in {**new, **old} if old.get(name) != new.get(name)]
+        if different == ["training.steps"]:
+            raise UserError(
+                f"the schedule of the run in {self.path} is made for {old['training.steps']} "
+                "steps and cannot get another length; choose another --workdir."
+            )
+        if different:
+            name = different[0]
+            raise UserError(
+                f"the workdir {self.path} belongs to another configuration "
+                f"({name.split('.')[1]} is {old.get(name)} there and {new.get(name)} here); "
+                "choose another --workdir."
+            )
+        steps = before["config"]["training"]["steps"]
+        if config.training.steps < steps:
+            raise UserError(
+                f"the run in {self.path} has {steps} steps; --steps can only be raised."
+            )
+
+    def read_json(self, name: str) -> Any:
+        """A file's content; None if there is no such file.
+
+        Raises:
+          UserError: if it is not JSON.
+        """
+        path = self.path / name
+        try:
+            return json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            raise UserError(f"{path} is damaged: it is not JSON.") from None
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Writes a file whole or not at all."""
+        path = self.path / name
+        part = path.with_name(name + ".part")
+        part.write_text(json.dumps(content, indent=2) + "\n")
+        os.replace(part, path)
+
+    def keep_rows(self, last_step: int) -> None:
+        """Drops the rows of ``metrics.jsonl`` after a step, and a row that was cut short."""
+        rows = [row for row in read_rows(self.metrics) if row["step"] <= last_step]
+        part = self.metrics.with_name("metrics.jsonl.part")
+        part.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.replace(part, self.metrics)
+
+
+def append_row(path: Path, row: Row) -> None:
+    """Adds a row to a file of JSON lines, on disk before it returns."""
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of a file of JSON lines, up to one that was cut short; none if there is no file."""
+    if not path.exists():
+        return
+    for line in path.read_text().splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
+
+
+def device_name() -> str:
+    """The kind and number of the devices in use, such as ``"cpu x 2"``."""
+    devices = jax.devices()
+    return f"{devices[0].device_kind} x {len(devices)}"
+
+
+def _origin() -> dict[str, Any]:
+    packages = ("recurrent_gates", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    versions: dict[str, str | None] = {}
+    for package in packages:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return {"commit": _commit(), "versions": versions, "device": device_name()}
+
+
+def _commit() -> str | None:
+    """The clone's commit, with ``-dirty`` if files differ from it; None outside of git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

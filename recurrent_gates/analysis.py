@@ -1,0 +1,565 @@
+"""Gradients through time, and gates, of any cell with any parameters. Computes, draws nothing.
+
+One step's Jacobian is d carry_t / d carry_{t-1} over all floating fields of the carry side by
+side; products of them are d carry_T / d carry_t. A path is blocked as training would block it:
+by ``Detach(p=1)`` on a field at every step, so with h blocked an LSTM's step is h-detach's A_t
+and with c blocked its B_t (h-detach, Theorem 1).
+
+Letters are those of ``base.py``; N is the width of the whole carry. Inputs are one sequence
+``[T, D]`` or a batch ``[T, *batch, D]``; examples of a batch must not interact. Norms over long
+gaps leave the range of any float, so they are returned as log10; -inf is a norm of zero.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from recurrent_gates.base import Activation, Carry, Cell, Params, dense
+from recurrent_gates.carry import CarryFn, Detach, Noise, get_field, set_field
+from recurrent_gates.cells import LSTM, Elman
+from recurrent_gates.scan import Stream, advance, unroll
+
+Field = str | int | None
+"""A field of a carry as carry functions name it: by name, by index, or None for a bare array."""
+
+ALL = "all fields"
+"""In place of a field: all of them side by side."""
+
+
+# ---------------------------------------------------------------------------------------
+# Carries over time
+# ---------------------------------------------------------------------------------------
+
+
+class Trajectory(NamedTuple):
+    """A run, every leaf with leading axis T.
+
+    Attributes:
+      before: the carry that step t reads, carry_{t-1}.
+      after: the carry that it makes, carry_t.
+      z: what ``cell.project`` made of the inputs.
+    """
+
+    before: Carry
+    after: Carry
+    z: Any
+
+
+def field_names(carry: Carry) -> tuple[Field, ...]:
+    """The floating fields of a carry, in order.
+
+    Raises:
+      ValueError: if the carry is none of NamedTuple, tuple and array, or a field is no array.
+    """
+    names: Sequence[Field]
+    if hasattr(carry, "shape"):
+        names = (None,)
+    elif isinstance(carry, tuple):
+        names = getattr(carry, "_fields", range(len(carry)))
+    else:
+        raise ValueError(
+            f"A carry must be a NamedTuple, a tuple or an array, got {type(carry).__name__}."
+        )
+    values = [get_field(carry, name) for name in names]
+    if not all(hasattr(value, "dtype") for value in values):
+        raise ValueError(f"The fields of a carry must be arrays, got {carry!r}.")
+    floating = [jnp.issubdtype(value.dtype, jnp.floating) for value in values]
+    return tuple(name for name, keep in zip(names, floating, strict=True) if keep)
+
+
+@functools.partial(jax.jit, static_argnames="cell")
+def trajectory(
+    cell: Cell,
+    params: Params,
+    xs: jax.Array,
+    carry: Carry | None = None,
+    *,
+    carry_fns: Sequence[CarryFn] = (),
+    noise: Sequence[Noise] | None = None,
+) -> Trajectory:
+    """Runs a cell and keeps every carry.
+
+    Args:
+      cell: an unbound cell.
+      params: its parameters.
+      xs: inputs ``[T, *batch, D]``.
+      carry: the carry before the first step; default ``cell.initial(batch)``.
+      carry_fns: what happens to the carry around each step.
+      noise: their draws, as ``unroll`` takes them; None draws nothing.
+
+    Returns:
+      Carries before and after each step and projections, leaves ``[T, *batch, ...]``.
+    """
+    initial = cell.initial(xs.shape[1:-1])
+    start = initial if carry is None else carry
+    start = jax.tree.unflatten(jax.tree.structure(initial), jax.tree.leaves(start))
+    start = jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype), start, initial)
+    after, _ = unroll(
+        cell,
+        params,
+        xs,
+        start,
+        carry_fns=carry_fns,
+        noise=noise,
+        deterministic=noise is None,
+        return_carries="all",
+        backend="scan",
+    )
+    before = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b[:-1]]), start, after)
+    return Trajectory(before, after, cell.project(params, xs))
+
+
+def largest_state(
+    cell: Cell, params: Params, xs: jax.Array, carry: Carry | None = None
+) -> dict[Field, jax.Array]:
+    """How far the state goes: max over units of each field's magnitude, before and after steps.
+
+    GATO's eq. 2 (``Exploding``) grows without bound once it is above 1; a GRU that starts
+    within [-1, 1] stays there (GATO, 2.2 and App. E).
+
+    Args:
+      cell: an unbound cell.
+      params: its parameters.
+      xs: inputs ``[T, *batch, D]``.
+      carry: the carry before the first step; default ``cell.initial(batch)``.
+
+    Returns:
+      ``{field: [T + 1, *batch]}``; entry t is after t steps.
+    """
+    run = trajectory(cell, params, xs, carry)
+    return {
+        name: jnp.concatenate(
+            [
+                jnp.max(jnp.abs(get_field(run.before, name)[:1]), axis=-1),
+                jnp.max(jnp.abs(get_field(run.after, name)), axis=-1),
+            ]
+        )
+        for name in field_names(run.after)
+    }
+
+
+# ---------------------------------------------------------------------------------------
+# Jacobians
+# ---------------------------------------------------------------------------------------
+
+
+@struct.dataclass
+class Jacobian:
+    """Derivatives of one carry by another: rows are the later carry, columns the earlier.
+
+    Attributes:
+      matrix: ``[..., N, N]``.
+      widths: fields and their widths, in the order in which they lie in the matrix.
+    """
+
+    matrix: jax.Array
+    widths: tuple[tuple[Field, int], ...] = struct.field(pytree_node=False)
+
+    def where(self, field: Field) -> slice:
+        """Where a field, or ``ALL``, lies in the matrix."""
+        if field == ALL:
+            return slice(None)
+        start = 0
+        for name, width in self.widths:
+            if name == field:
+                return slice(start, start + width)
+            start += width
+        raise ValueError(f"There is no field {field!r}; there are {self.fields}.")
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return tuple(name for name, _ in self.widths)
+
+    def block(self, of: Field, wrt: Field) -> jax.Array:
+        """d of / d wrt, ``[..., width of one, width of the other]``; either may be ``ALL``."""
+        return self.matrix[..., self.where(of), self.where(wrt)]
+
+    def without(self, field: Field) -> Jacobian:
+        """The same with no gradient through a field of the earlier carry: its columns are zero.
+
+        Of single steps this is what ``Detach(1.0, field)`` leaves.
+        """
+        return self.replace(matrix=self.matrix.at[..., self.where(field)].set(0))
+
+
+def _flatten(carry: Carry, names: Sequence[Field]) -> jax.Array:
+    values = [get_field(carry, name) for name in names]
+    dtype = jnp.result_type(*values)
+    return jnp.concatenate([value.astype(dtype) for value in values], axis=-1)
+
+
+def _insert(carry: Carry, flat: jax.Array, widths: Sequence[tuple[Field, int]]) -> Carry:
+    start = 0
+    for name, width in widths:
+        value = flat[..., start : start + width].astype(get_field(carry, name).dtype)
+        carry = set_field(carry, name, value)
+        start += width
+    return carry
+
+
+@functools.partial(jax.jit, static_argnames=("cell", "blocked"))
+def step_jacobians(
+    cell: Cell,
+    params: Params,
+    xs: jax.Array,
+    carry: Carry | None = None,
+    *,
+    blocked: tuple[Field, ...] = (),
+    carry_fns: Sequence[CarryFn] = (),
+    noise: Sequence[Noise] | None = None,
+) -> Jacobian:
+    """d carry_t / d carry_{t-1} at every step of a run.
+
+    Args:
+      cell: an unbound cell.
+      params: its parameters.
+      xs: inputs ``[T, *batch, D]``.
+      carry: the carry before the first step; default ``cell.initial(batch)``.
+      blocked: fields through which the step passes no gradient: ``("h",)`` leaves an LSTM
+        h-detach's A_t, ``("c",)`` its B_t (Theorem 1).
+      carry_fns: what else happens to the carry around each step.
+      noise: their draws; None draws nothing.
+
+    Returns:
+      Matrices ``[T, *batch, N, N]`` in the carry's dtype.
+    """
+    carry_fns = tuple(carry_fns)
+    noise = (None,) * len(carry_fns) if noise is None else tuple(noise)
+    run = trajectory(cell, params, xs, carry, carry_fns=carry_fns, noise=noise)
+    steps = xs.shape[0]
+    carry_fns += tuple(Detach(1.0, field) for field in blocked)
+    noise += (jnp.ones((steps,), bool),) * len(blocked)
+    names = field_names(run.after)
+    widths = tuple((name, get_field(run.after, name).shape[-1]) for name in names)
+
+    def one_step(at: tuple[Carry, Any, Any]) -> jax.Array:
+        before, z_t, noise_t = at
+
+        def later(flat: jax.Array) -> jax.Array:
+            earlier = _insert(before, flat, widths)
+            new = advance(
+                lambda c: cell.step(params, c, z_t),
+                earlier,
+                earlier,
+                carry_fns,
+                Stream(None, None, noise_t),
+            )
+            return _flatten(new, names)
+
+        flat = _flatten(before, names)
+
+        def column(unit: jax.Array) -> jax.Array:  # one unit of every example at once
+            return jax.jvp(later, (flat,), (jnp.broadcast_to(unit, flat.shape),))[1]
+
+        basis = jnp.eye(flat.shape[-1], dtype=flat.dtype)
+        basis = basis.reshape(-1, *(1,) * (flat.ndim - 1), flat.shape[-1])
+        return jax.vmap(column, out_axes=-1)(basis)
+
+    return Jacobian(jax.lax.map(one_step, (run.before, run.z, noise)), widths)
+
+
+def _products(factors: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Products of the last g factors, g = 0 ... T, as (matrix, exponent): matrix * 2**exponent.
+
+    Powers of two are taken out, so nothing overflows and nothing is rounded by it.
+    """
+    one = jnp.broadcast_to(jnp.eye(factors.shape[-1], dtype=factors.dtype), factors.shape[1:])
+    start = (one, jnp.zeros(factors.shape[1:-2], jnp.int32))
+
+    def body(state: tuple[jax.Array, jax.Array], factor: jax.Array) -> Any:
+        product, exponent = state
+        product = jnp.matmul(product, factor, precision="highest")
+        _, shift = jnp.frexp(jnp.max(jnp.abs(product), axis=(-2, -1)))
+        product = jnp.ldexp(product, -shift[..., None, None])
+        state = (product, exponent + shift)
+        return state, state
+
+    _, rest = jax.lax.scan(body, start, factors, reverse=True)
+    return jax.tree.map(lambda a, b: jnp.concatenate([a[None], b[::-1]]), start, rest)
+
+
+@jax.jit
+def state_jacobians(steps: Jacobian) -> Jacobian:
+    """d carry_T / d carry_{T-g} for every gap g from the end of the run (GATO, eq. 3).
+
+    Args:
+      steps: Jacobians of single steps, ``[T, ..., N, N]``.
+
+    Returns:
+      Products ``[T + 1, ..., N, N]``; entry g is over the last g steps, entry 0 the identity.
+    """
+    matrix, exponent = _products(steps.matrix)
+    return steps.replace(matrix=jnp.ldexp(matrix, exponent[..., None, None]))
+
+
+def _log10_norm(matrix: jax.Array, exponent: jax.Array) -> jax.Array:
+    """log10 of the spectral norm of matrix * 2**exponent."""
+    largest = jnp.linalg.svd(matrix, compute_uv=False)[..., 0]
+    return jnp.log10(largest) + exponent.astype(largest.dtype) * jnp.log10(2.0).astype(
+        largest.dtype
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("of", "wrt"))
+def gap_norms(steps: Jacobian, *, of: Field = ALL, wrt: Field = ALL) -> jax.Array:
+    """log10 of the spectral norm of d of_T / d wrt_{T-g}, against the gap g.
+
+    Args:
+      steps: Jacobians of single steps, ``[T, ..., N, N]``.
+      of: a field of the later carry.
+      wrt: a field of the earlier carry.
+
+    Returns:
+      ``[T + 1, ...]``; entry g is over the last g steps.
+    """
+    matrix, exponent = _products(steps.matrix)
+    return _log10_norm(Jacobian(matrix, steps.widths).block(of, wrt), exponent)
+
+
+def gradient_paths(
+    cell: Cell,
+    params: Params,
+    xs: jax.Array,
+    carry: Carry | None = None,
+    *,
+    of: Field = ALL,
+    wrt: Field = ALL,
+) -> dict[tuple[Field, ...], jax.Array]:
+    """|d carry_T / d carry_{T-g}| against the gap g, with all paths and without each.
+
+    For an LSTM the entry without h is the norm of h-detach's product of A_t, the path through
+    the cell state; the one without c is that of the B_t.
+
+    Args:
+      cell: an unbound cell.
+      params: its parameters.
+      xs: inputs ``[T, *batch, D]``.
+      carry: the carry before the first step; default ``cell.initial(batch)``.
+      of: a field of the later carry.
+      wrt: a field of the earlier carry.
+
+    Returns:
+      ``{blocked fields: log10 norms [T + 1, *batch]}``; the key ``()`` is all paths.
+    """
+    names = field_names(jax.eval_shape(lambda: cell.initial(xs.shape[1:-1])))
+    return {
+        blocked: gap_norms(step_jacobians(cell, params, xs, carry, blocked=blocked), of=of, wrt=wrt)
+        for blocked in ((), *((name,) for name in names))
+    }
+
+
+# ---------------------------------------------------------------------------------------
+# The lecture's two paths, and the singular-value bounds of a plain network
+# ---------------------------------------------------------------------------------------
+
+
+def _slope(activation: Activation, x: jax.Array) -> jax.Array:
+    """The derivative of an elementwise function."""
+    return jax.jvp(activation, (x,), (jnp.ones_like(x),))[1]
+
+
+class LecturePaths(NamedTuple):
+    """Two of an LSTM's paths back in time, as log10 of norms, all ``[T, *batch]``.
+
+    Attributes:
+      forget: t_0, h_T back to s_{T-g} through cell states alone, g = 0 ... T - 1: the largest
+        entry of o_T * tanh'(s_T) * f_T * ... * f_{T-g+1}. It vanishes only as far as the
+        forget gates close.
+      output: t_1, h_T back to h_{T-n} through output gates alone, n = 1 ... T: the spectral
+        norm of the product of n factors D(tanh(s_j) * o'_j) W_o.
+      bound: the lecture's bound on t_1, (K |W_o|)^n, with K the largest entry of the D.
+    """
+
+    forget: jax.Array
+    output: jax.Array
+    bound: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames="cell")
+def lecture_paths(
+    cell: LSTM, params: Params, xs: jax.Array, carry: Carry | None = None
+) -> LecturePaths:
+    """The path that keeps an LSTM's gradient and the path that can explode (the lecture).
+
+    The loss's own factor L'(h_T), which both share, is left out.
+
+    Args:
+      cell: an LSTM with any gate; its effective f is what the path multiplies.
+      params: its parameters.
+      xs: inputs ``[T, *batch, D]``.
+      carry: the carry before the first step; default ``cell.initial(batch)``.
+    """
+    run = trajectory(cell, params, xs, carry)
+    gates = cell.gates(params, run.before, run.z)
+    c, o, f = run.after.c, gates["o"], gates["f"]
+    reading = jnp.log10(o[-1] * jnp.abs(_slope(cell.output_activation, c[-1])))
+    later = jnp.cumsum(jnp.log10(f)[:0:-1], axis=0)  # f_T, f_T f_{T-1}, ...
+    kept = jnp.concatenate([jnp.zeros_like(f[:1]), later])
+    scale = cell.output_activation(c) * o * (1 - o)
+    weight = jnp.swapaxes(params["recurrent_kernel"]["o"], -1, -2).astype(scale.dtype)
+    factors = scale[..., :, None] * weight.reshape((1,) * (scale.ndim - 1) + weight.shape)
+    matrix, exponent = _products(factors)
+    largest = jnp.max(jnp.abs(scale), axis=(0, -1))  # K
+    one = jnp.log10(largest * jnp.linalg.norm(weight, ord=2))
+    steps = jnp.arange(1, len(c) + 1, dtype=one.dtype).reshape(-1, *(1,) * one.ndim)
+    return LecturePaths(
+        jnp.max(reading[None] + kept, axis=-1),
+        _log10_norm(matrix[1:], exponent[1:]),
+        steps * one[None],
+    )
+
+
+class SingularBounds(NamedTuple):
+    """What U's singular values say of an Elman network's gradients (GATO, 2.2 and App. C).
+
+    Attributes:
+      smallest: U's smallest singular value, a scalar.
+      largest: U's largest.
+      slope_min: the least derivative of the activation over the run, ``[*batch]``.
+      slope_max: the greatest.
+      lower: log10 of (smallest * slope_min)^g, ``[T + 1, *batch]``: every singular value of
+        dh_T/dh_{T-g} is at least that. Above 0 gradients explode.
+      upper: log10 of (largest * slope_max)^g: none is above that. Below 0 gradients vanish.
+    """
+
+    smallest: jax.Array
+    largest: jax.Array
+    slope_min: jax.Array
+    slope_max: jax.Array
+    lower: jax.Array
+    upper: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames="cell")
+def singular_bounds(
+    cell: Elman, params: Params, xs: jax.Array, carry: Carry | None = None
+) -> SingularBounds:
+    """Bounds on the growth and the decay of dh_T/dh_t of h_t = activation(U h_tm1 + W x_t + b).
+
+    Args:
+      cell: an Elman network.
+      params: its parameters.
+      xs: inputs ``[T, *batch, D]``.
+      carry: the carry before the first step; default ``cell.initial(batch)``.
+    """
+    run = trajectory(cell, params, xs, carry)
+    slope = jnp.abs(_slope(cell.activation, dense(params, run.z)("h", run.before.h)))
+    values = jnp.linalg.svd(params["recurrent_kernel"]["h"], compute_uv=False)
+    values = values.astype(slope.dtype)
+    low, high = jnp.min(slope, axis=(0, -1)), jnp.max(slope, axis=(0, -1))
+    gaps = jnp.arange(len(slope) + 1, dtype=slope.dtype).reshape(-1, *(1,) * low.ndim)
+
+    def power(base: jax.Array) -> jax.Array:
+        return jnp.where(gaps > 0, gaps * jnp.log10(base)[None], 0)  # 0^0 is 1
+
+    return SingularBounds(
+        values[-1], values[0], low, high, power(values[-1] * low), power(values[0] * high)
+    )
+
+
+def alignment(a: Any, b: Any) -> jax.Array:
+    """The cosine of the angle between two gradients, trees of the same structure.
+
+    Clipping by norm keeps it at 1 (the lecture); clipping by value does not.
+    """
+
+    def dot(a: Any, b: Any) -> jax.Array:
+        products = jax.tree.map(lambda x, y: jnp.sum(x * y), a, b)
+        return functools.reduce(jnp.add, jax.tree.leaves(products))
+
+    return dot(a, b) / jnp.sqrt(dot(a, a) * dot(b, b))
+
+
+# ---------------------------------------------------------------------------------------
+# Gates and timescales
+# ---------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames="cell")
+def gate_activations(
+    cell: Cell, params: Params, xs: jax.Array, carry: Carry | None = None
+) -> dict[str, jax.Array]:
+    """Every gate over time and batch.
+
+    Args:
+      cell: an unbound cell.
+      params: its parameters.
+      xs: inputs ``[T, *batch, D]``.
+      carry: the carry before the first step; default ``cell.initial(batch)``.
+
+    Returns:
+      ``{gate: [T, *batch, F]}``, empty for a cell that names no gates.
+    """
+    run = trajectory(cell, params, xs, carry)
+    return cell.gates(params, run.before, run.z)
+
+
+def gate_means(gates: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Activations averaged over time and batch, one number for each unit (UR-gates, Fig. 4, D.1).
+
+    Args:
+      gates: ``{gate: [T, *batch, F]}``.
+
+    Returns:
+      ``{gate: [F]}``.
+    """
+    return {name: jnp.mean(gate, axis=range(gate.ndim - 1)) for name, gate in gates.items()}
+
+
+def histogram(
+    values: jax.Array, bins: int = 50, limits: tuple[float, float] = (0.0, 1.0)
+) -> tuple[jax.Array, jax.Array]:
+    """Counts of values, for Fig. 4 of UR-gates those of ``gate_means``.
+
+    Args:
+      values: any shape.
+      bins: number of bins of equal width; the last includes its upper edge.
+      limits: lower and upper edge.
+
+    Returns:
+      (counts ``[bins]``, edges ``[bins + 1]``). Values outside the limits are not counted.
+    """
+    return jnp.histogram(values, bins, limits)
+
+
+def timescales(f: jax.Array) -> jax.Array:
+    """The decay period D = 1 / (1 - f) of a forget activation, in steps (UR-gates, B.3)."""
+    return 1 / (1 - f)
+
+
+@functools.partial(jax.jit, static_argnames=("cell", "gate", "in_features", "draws"))
+def initial_timescales(
+    cell: Cell, key: jax.Array, *, gate: str = "f", in_features: int = 1, draws: int = 1
+) -> jax.Array:
+    """Timescales of fresh parameters at a zero state and input: what the biases alone say.
+
+    Args:
+      cell: an unbound cell that names the gate.
+      key: PRNG key of the draws.
+      gate: which gate forgets.
+      in_features: D.
+      draws: how many parameters are drawn.
+
+    Returns:
+      D ``[draws, F]``; infinite where the gate rounds to 1.
+
+    Raises:
+      ValueError: if the cell names no such gate.
+    """
+
+    def one(key: jax.Array) -> jax.Array:
+        params = cell.init_params(key, in_features)
+        zeros = jax.tree.map(jnp.zeros_like, cell.initial(()))
+        gates = cell.gates(params, zeros, cell.project(params, jnp.zeros((in_features,))))
+        if gate not in gates:
+            named = ", ".join(gates) or "none"
+            raise ValueError(f"{type(cell).__name__} names no gate {gate!r}; it has {named}.")
+        return timescales(gates[gate])
+
+    return jax.vmap(one)(jax.random.split(key, draws))

@@ -1,0 +1,37 @@
+"""Settings of the whole test run: the CPU, strict promotion, float64 on request, reproducible hypothesis."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=15, database=None)
+hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="test the full product of options instead of all pairs")
+
+
+@pytest.fixture(scope="module")
+def x64():
+    """Gives one test module 64-bit numbers and puts the flag back after it."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+@pytest.fixture
+def x32():
+    """Gives one test the default 32-bit numbers, inside a module that asked for 64."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", False)
+    yield
+    jax.config.update("jax_enable_x64", before)

@@ -1,0 +1,65 @@
+"""What the tests of the experiments share: tiny configs, states on disk, binaries as processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+from experiments import protocols
+
+ROOT = Path(__file__).parents[2]
+
+TINY = {
+    "cell": "gru",
+    "hidden_size": 6,
+    "tokens": 3,
+    "symbols": 10,
+    "length": 4,
+    "held_out_sequences": 40,
+    "embedding": 3,
+    "decoder": (16,),
+    "batch_size": 8,
+    "learning_rates": (1e-2,),
+    "steps": 4,
+    "eval_every": 2,
+}
+
+
+def tiny(**settings):
+    """A config that trains in no time."""
+    return protocols.resolve("copy", "small", TINY | settings)
+
+
+def leaves(workdir, step):
+    """The arrays of a checkpoint by name."""
+    path = Path(workdir).absolute() / "checkpoints" / str(step) / "default"
+    with ocp.StandardCheckpointer() as checkpointer:
+        return {name: np.asarray(x) for name, x in checkpointer.restore(path)["state"].items()}
+
+
+def assert_same_bits(actual, expected):
+    """Two checkpoints hold the same names and bits."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert actual[name].tobytes() == value.tobytes(), name
+
+
+def command(*flags):
+    """A command line of the binary."""
+    return [sys.executable, "-m", "experiments.copy", *flags]
+
+
+def environment(devices=1):
+    """The environment of a process that sees so many CPU devices."""
+    count = f"--xla_force_host_platform_device_count={devices}"
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": count}
+
+
+def binary(*flags, devices=1):
+    """Runs the binary to its end."""
+    return subprocess.run(
+        command(*flags), cwd=ROOT, env=environment(devices), capture_output=True, text=True
+    )

@@ -1,0 +1,193 @@
+"""Stopping, killing, damaging and extending a run."""
+
+import json
+import signal
+import subprocess
+import time
+
+import numpy as np
+import pytest
+
+from experiments import train
+from experiments.config import UserError
+from tests.experiments.support import (
+    ROOT,
+    assert_same_bits,
+    binary,
+    command,
+    environment,
+    leaves,
+    tiny,
+)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run of four steps."""
+    path = tmp_path_factory.mktemp("finished")
+    train.run(tiny(), path)
+    return path
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """A copy of it to break."""
+    path = tmp_path / "run"
+    subprocess.run(["cp", "-r", finished, path], check=True)
+    return path
+
+
+def files(path):
+    return [file for file in path.rglob("*") if file.is_file()]
+
+
+def largest(path):
+    """The file that holds the arrays."""
+    return max(files(path), key=lambda file: file.stat().st_size)
+
+
+def truncate(checkpoint):
+    file = largest(checkpoint)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def flip_a_bit(checkpoint):
+    file = largest(checkpoint)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def empty(checkpoint):
+    for file in files(checkpoint):
+        file.write_bytes(b"")
+
+
+def test_a_finished_run_prints_its_summary(copied, monkeypatch, capsys):
+    monkeypatch.setattr("experiments.learner.Learner.prepare", None)  # nothing is compiled
+    before = {file: file.read_bytes() for file in files(copied) if file.suffix == ".jsonl"}
+    summary = train.run(tiny(), copied)
+    assert summary == json.loads((copied / "summary.json").read_text())
+    assert "held-out copied_token_probability" in capsys.readouterr().out
+    assert {file: file.read_bytes() for file in before} == before
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, empty])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(finished, copied, damage, capsys):
+    damage(copied / "checkpoints" / "4")
+    train.run(tiny(), copied)
+    printed = capsys.readouterr().out
+    assert printed.count("warning") == 1
+    assert f"warning: the checkpoint {copied}/checkpoints/4 is damaged" in printed
+    assert "going on from step 2" in printed
+    assert_same_bits(leaves(copied, 4), leaves(finished, 4))
+    assert (copied / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+
+
+def test_no_good_checkpoint_is_an_error(copied):
+    for step in (0, 2, 4):
+        flip_a_bit(copied / "checkpoints" / str(step))
+    with pytest.raises(UserError, match="every checkpoint in .* is damaged") as error:
+        train.run(tiny(), copied)
+    assert "\n" not in str(error.value)
+    assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["0", "2", "4"]
+
+
+def test_raising_the_steps_goes_on(copied, tmp_path):
+    summary = train.run(tiny(steps=6), copied)
+    assert summary["steps"] == 6
+    train.run(tiny(steps=6), tmp_path / "whole")
+    assert_same_bits(leaves(copied, 6), leaves(tmp_path / "whole", 6))
+    whole = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    assert (copied / "metrics.jsonl").read_bytes() == whole
+    assert json.loads((copied / "config.json").read_text())["config"]["training"]["steps"] == 6
+
+
+def test_a_row_that_was_cut_short_is_dropped(finished, copied):
+    for step in (2, 4):
+        subprocess.run(["rm", "-r", copied / "checkpoints" / str(step)], check=True)
+    content = (copied / "metrics.jsonl").read_bytes()
+    (copied / "metrics.jsonl").write_bytes(content[:-20])
+    train.run(tiny(), copied)
+    assert (copied / "metrics.jsonl").read_bytes() == content
+    assert_same_bits(leaves(copied, 4), leaves(finished, 4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"cell": "lstm"}, r"\(cell is gru there and lstm here\)"),
+        ({"seed": 1}, r"\(seed is 0 there and 1 here\)"),
+        ({"learning_rates": (1.0,)}, r"learning_rates is \[0.01\] there and \[1.0\] here"),
+        ({"steps": 3}, "has 4 steps; --steps can only be raised"),
+    ],
+)
+def test_another_configuration_is_refused(copied, settings, sentence):
+    before = (copied / "config.json").read_bytes()
+    with pytest.raises(UserError, match=sentence):
+        train.run(tiny(**settings), copied)
+    assert (copied / "config.json").read_bytes() == before
+
+
+def test_a_schedule_that_needs_its_length_cannot_be_extended(tmp_path):
+    schedule = {"detach_prob": 0.5, "detach_off_steps": 1}
+    train.run(tiny(**schedule, steps=2), tmp_path)
+    with pytest.raises(UserError, match="is made for 2 steps and cannot get another length"):
+        train.run(tiny(**schedule, steps=4), tmp_path)
+
+
+def test_other_devices_are_said(copied, capsys):
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"device": "TPU v5e x 4"}))
+    train.run(tiny(), copied)
+    assert "began on TPU v5e x 4 and goes on on cpu x" in capsys.readouterr().out
+
+
+def test_a_damaged_config_is_an_error(copied):
+    (copied / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json is damaged: it is not JSON"):
+        train.run(tiny(), copied)
+
+
+def test_two_processes_cannot_share_a_workdir(copied):
+    from experiments.workdir import Workdir
+
+    first = Workdir(copied)
+    first.claim(tiny())
+    with pytest.raises(UserError, match="in use by another process"):
+        train.run(tiny(), copied)
+    first.close()
+    train.run(tiny(), copied)
+
+
+FLAGS = ("--cell=gru", "--hidden_size=8", "--length=3", "--batch_size=8", "--steps=1200")
+
+
+def interrupt(workdir, signal_number, at_least):
+    """Runs until some rows of metrics are there, then sends a signal; returns the process."""
+    argv = command(*FLAGS, f"--workdir={workdir}")
+    process = subprocess.Popen(
+        argv, cwd=ROOT, env=environment(2), stdout=subprocess.PIPE, text=True
+    )
+    metrics = workdir / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < at_least:
+        assert process.poll() is None, "ended before it was interrupted"
+        time.sleep(0.005)
+    process.send_signal(signal_number)
+    process.output, _ = process.communicate()
+    return process
+
+
+def test_killed_runs_end_with_the_same_bits(tmp_path):
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    assert interrupt(killed, signal.SIGKILL, 3).returncode == -signal.SIGKILL
+    asked = interrupt(killed, signal.SIGTERM, 6)
+    assert asked.returncode == 0
+    assert "the same command goes on from there" in asked.output
+    for workdir in (killed, whole):
+        done = binary(*FLAGS, f"--workdir={workdir}", devices=2)
+        assert done.returncode == 0, done.stderr
+    assert_same_bits(leaves(killed, 1200), leaves(whole, 1200))
+    assert (killed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    steps = [json.loads(row)["step"] for row in (whole / "metrics.jsonl").read_text().splitlines()]
+    np.testing.assert_array_equal(steps, np.arange(0, 1201, 100))

@@ -1,0 +1,98 @@
+"""What several test files share: how two trees are compared, and random parameters of a cell."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+TOLERANCE = 1e-10  # of float64: about a million roundings
+
+
+def assert_close(actual, expected, tolerance=TOLERANCE):
+    """Asserts max|a - b| / max|b| < tolerance for every array of two trees of the same structure."""
+    actual_leaves, actual_tree = jax.tree.flatten(actual)
+    expected_leaves, expected_tree = jax.tree.flatten(expected)
+    assert actual_tree == expected_tree, f"{actual_tree} is not {expected_tree}"
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
+    for path, a, b in zip(paths, actual_leaves, expected_leaves, strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.shape == b.shape, f"{path}: shape {a.shape} is not {b.shape}"
+        if a.size == 0:
+            continue
+        assert np.isfinite(b).all(), f"{path}: the expected value is not finite"
+        largest = np.abs(b).max()
+        error = np.abs(a - b).max() / (largest if largest > 0 else 1.0)
+        assert error < tolerance, f"{path}: relative error {error:.2e} is not below {tolerance:.0e}"
+
+
+def assert_identical(actual, expected):
+    """Asserts that two trees hold the same bits."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def randomize(tree, seed, scale=0.7):
+    """The same tree with every float leaf drawn from N(0, scale^2), so that no gate sits at its start."""
+    leaves, structure = jax.tree.flatten(tree)
+    draw = np.random.default_rng(seed).normal
+    return jax.tree.unflatten(structure, [jnp.asarray(draw(0.0, scale, np.shape(leaf))) for leaf in leaves])
+
+
+def parameters(cell, in_features, seed=0, scale=0.7):
+    """Random float64 parameters for a cell, of the tree that `init_params` gives."""
+    return randomize(cell.init_params(jax.random.key(seed), in_features), seed + 1, scale)
+
+
+def state(cell, batch_shape, seed=0, scale=0.5):
+    """A random float64 carry for a cell."""
+    return randomize(cell.initial(batch_shape), seed + 2, scale)
+
+
+def array(seed, *shape, scale=1.0):
+    """A random float64 array."""
+    return jnp.asarray(np.random.default_rng(seed).normal(0.0, scale, shape))
+
+
+def dot(tree, cotangents):
+    """The scalar product of two trees."""
+    return sum(jnp.sum(a * b) for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(cotangents), strict=True))
+
+
+@functools.cache
+def _quick_options():
+    """Compiler options that this jaxlib knows; they compile in a third of the time and run slower."""
+
+    def known(option):
+        try:
+            jax.jit(lambda x: x + 1, compiler_options=option)(1.0)
+        except jax.errors.JaxRuntimeError:
+            return False
+        return True
+
+    wished = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+    return {name: value for name, value in wished.items() if known({name: value})}
+
+
+def quick_jit(function=None, **how):
+    """`jax.jit` for the many programs that a test runs once: same numbers, less time in the compiler."""
+    if function is None:
+        return functools.partial(quick_jit, **how)
+    return jax.jit(function, compiler_options=_quick_options(), **how)
+
+
+def to_numpy(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def count_traces(function):
+    """`function` with a list that grows by one each time that JAX traces it."""
+    traces = []
+
+    @functools.wraps(function)
+    def counted(*args, **kwargs):
+        traces.append(1)
+        return function(*args, **kwargs)
+
+    return counted, traces

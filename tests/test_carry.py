@@ -1,0 +1,422 @@
+"""What acts on carries: h-detach against its theorems, damping as its mean, zoneout against its definition."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+import recurrent_gates as rg
+from tests import reference
+from tests.support import array, assert_close, assert_identical, dot, parameters, quick_jit, randomize, state, to_numpy
+from tests.test_golden import initial, problem
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+FEATURES, INPUTS, STEPS = 3, 2, 6
+LSTM = ("c", "h")
+
+
+def lstm(**settings):
+    return rg.LSTM(FEATURES, param_dtype=jnp.float64, **settings)
+
+
+@functools.cache
+def setting(batch=()):
+    cell = lstm()
+    return cell, parameters(cell, INPUTS), state(cell, batch), array(8, STEPS, *batch, INPUTS)
+
+
+def gradient(cell, params, xs, carry, cotangents, carry_fns=(), noise=None, backend="scan", **options):
+    """Gradients of a random linear loss on all outputs and the last carry, and the values."""
+
+    def loss(params, xs, carry):
+        out = rg.unroll(cell, params, xs, carry, carry_fns=carry_fns, noise=noise, backend=backend, **options)
+        return dot(out, cotangents), out
+
+    return jax.grad(loss, (0, 1, 2), has_aux=True)(params, xs, carry)
+
+
+def cotangents(cell, batch=()):
+    carry = cell.initial(batch)
+    return jax.tree.map(lambda leaf: array(13, *leaf.shape), carry), array(14, STEPS, *batch, FEATURES)
+
+
+# h-detach: the theorems.
+
+
+def forward_by_matrices(params, carry, xs, xi, weight):
+    """z_t of Theorem 2 for every t: products of (A_t + xi_t B_t) on z_0 = (0, 0, 1)."""
+    width = len(carry[0])
+    z, rows = np.concatenate([np.zeros(2 * width), np.ones(width)]), []
+    for x, xi_t in zip(xs, xi, strict=True):
+        a, b, carry = reference.detach_matrices(params, carry, x, *weight)
+        z = (a + xi_t * b) @ z
+        rows.append(z[: 2 * width].reshape(2, width))
+    return np.stack(rows)  # [T, (c, h), F]
+
+
+def all_weights(params):
+    for role in ("kernel", "recurrent_kernel"):
+        for slot in ("f", "i", "o", "u"):
+            for row, column in np.ndindex(params[role][slot].shape):
+                yield role, slot, row, column
+
+
+def check_against_matrices(xi, carry_fn, noise, backend):
+    """The Jacobian of every c_t and h_t in every weight, by autodiff and by the product of matrices."""
+    cell, params, carry, xs = setting()
+
+    def states(params):
+        options = dict(carry_fns=(carry_fn,) if carry_fn else (), noise=noise, return_carries="all")
+        return rg.unroll(cell, params, xs, carry, backend=backend, **options)[0]
+
+    jacobian = to_numpy(quick_jit(jax.jacrev(states))(params))
+    plain = (to_numpy(params), to_numpy(tuple(carry)), np.asarray(xs))
+    for weight in all_weights(params):
+        role, slot, row, column = weight
+        expected = forward_by_matrices(*plain, xi, weight)
+        for field, values in zip(LSTM, np.moveaxis(expected, 1, 0), strict=True):
+            assert_close(getattr(jacobian, field)[role][slot][..., row, column], values)
+
+
+@pytest.mark.parametrize("backend", ["scan", "fused"])
+def test_theorem_1_the_plain_gradient(backend):
+    check_against_matrices(np.ones(STEPS), None, None, backend)
+
+
+@pytest.mark.parametrize("backend", ["scan", "fused"])
+@pytest.mark.parametrize("mask", [(0, 1, 0, 0, 1, 0), (1, 0, 1, 1, 0, 1), (1,) * 6])
+def test_theorem_2_a_detached_step_drops_its_b(mask, backend):
+    noise = (jnp.asarray(mask, bool),)
+    check_against_matrices(1 - np.asarray(mask), rg.Detach(p=0.5), noise, backend)
+
+
+@pytest.mark.parametrize("backend", ["scan", "fused"])
+@pytest.mark.parametrize("p", [0.25, 0.5])
+def test_corollary_1_damping_is_the_product_of_expectations(p, backend):
+    """p is the probability of detaching, so B_t is damped by 1 - p (the paper's theorems count the other way)."""
+    check_against_matrices(np.full(STEPS, 1 - p), rg.Damp(p=p), (None,), backend)
+
+
+def every_mask(bits):
+    return np.asarray(list(itertools.product((False, True), repeat=bits)))
+
+
+def mean_over(masks, p, function):
+    """The mean of a tree-valued function over all masks, each weighted by its probability."""
+    weights = (p**masks * (1 - p) ** ~masks).reshape(len(masks), -1).prod(axis=1)
+    assert abs(weights.sum() - 1) < 1e-12
+    trees = quick_jit(jax.vmap(function))(jnp.asarray(masks))
+    return jax.tree.map(lambda leaf: np.tensordot(weights, np.asarray(leaf), axes=1), trees)
+
+
+@pytest.mark.parametrize("backend", ["scan", "fused"])
+@pytest.mark.parametrize(("field", "p"), [("h", 0.25), ("c", 0.25), ("h", 0.6)])
+def test_the_mean_over_all_masks_is_the_damped_gradient(field, p, backend):
+    cell, params, carry, xs = setting()
+    wanted = cotangents(cell)
+
+    def detached(mask):
+        fns = (rg.Detach(p=p, field=field),)
+        return gradient(cell, params, xs, carry, wanted, fns, (mask,), backend)[0]
+
+    damped = quick_jit(lambda: gradient(cell, params, xs, carry, wanted, (rg.Damp(p=p, field=field),), None, backend)[0])
+    assert_close(mean_over(every_mask(STEPS), p, detached), damped())
+
+
+@pytest.mark.parametrize("cell_name", ["gru", "rnn", "gato2"])
+def test_the_mean_over_all_masks_holds_for_other_cells(cell_name):
+    cell = rg.CELLS[cell_name](4, param_dtype=jnp.float64)
+    params, carry, xs, p = parameters(cell, INPUTS), state(cell, ()), array(8, STEPS, INPUTS), 0.4
+    field = "r" if cell_name == "gato2" else "h"
+    wanted = jax.tree.map(lambda leaf: array(3, *leaf.shape), (cell.initial(()), jnp.zeros((STEPS, 4))))
+
+    def run(fn, noise):
+        return gradient(cell, params, xs, carry, wanted, (fn,), noise)[0]
+
+    mean = mean_over(every_mask(STEPS), p, lambda mask: run(rg.Detach(p=p, field=field), (mask,)))
+    assert_close(mean, quick_jit(run)(rg.Damp(p=p, field=field), None))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_mean_over_all_masks_holds_for_two_layers(shared):
+    """With one mask for both layers (2^6 masks), and with a mask of its own for each (2^12)."""
+    stack, p = rg.Stack((lstm(), lstm()), time_major=True, backend="scan"), 0.3
+    xs, wanted = array(8, STEPS, INPUTS), array(9, STEPS, FEATURES)
+    params = randomize(stack.init(jax.random.key(0), xs), 1)
+
+    def run(fn, noise):
+        def loss(params, xs):
+            return dot(stack.apply(params, xs, carry_fns=(fn,), noise=noise), wanted)
+
+        return jax.grad(loss, (0, 1))(params, xs)
+
+    def detached(mask):
+        own = (mask, mask) if shared else (mask[:STEPS], mask[STEPS:])
+        return run(rg.Detach(p=p), [(layer,) for layer in own])
+
+    mean = mean_over(every_mask(STEPS if shared else 2 * STEPS), p, detached)
+    assert_close(mean, quick_jit(lambda: run(rg.Damp(p=p), [(None,), (None,)]))())
+
+
+# h-detach: values and ends.
+
+
+@pytest.mark.parametrize(
+    ("carry_fn", "mask_shape"),
+    [
+        (rg.Detach(p=0.5), (STEPS,)),
+        (rg.Detach(p=0.5, field="c"), (STEPS,)),
+        (rg.Detach(p=0.5, per_example=True), (STEPS, 4)),
+        (rg.Damp(p=0.5), None),
+        (rg.Damp(p=0.9, field="c"), None),
+    ],
+)
+@pytest.mark.parametrize("backend", ["scan", "fused"])
+def test_forward_bits_are_untouched(carry_fn, mask_shape, backend):
+    cell, params, carry, xs = setting((4,))
+    run = jax.jit(lambda fns, noise: rg.unroll(cell, params, xs, carry, carry_fns=fns, noise=noise, backend=backend))
+    plain = run((), None)
+    for seed in range(5 if mask_shape else 1):
+        mask = jnp.asarray(np.random.default_rng(seed).random(mask_shape) < 0.5) if mask_shape else None
+        assert_identical(run((carry_fn,), (mask,)), plain)
+
+
+@pytest.mark.parametrize(("p", "golden"), [(0.0, "lstm_plain"), (1.0, "lstm_h_detach_all")])
+@pytest.mark.parametrize("per_example", [False, True])
+def test_the_two_ends_of_p(p, golden, per_example):
+    """p = 0 is the plain gradient, p = 1 the published code's with every h detached."""
+    cell, params, grads, data, _, _ = problem(golden)
+    wanted = (jax.tree.map(jnp.zeros_like, initial(data)), jnp.asarray(data["cotangent"]))
+    fns = (rg.Detach(p=p, per_example=per_example),)
+    run = quick_jit(lambda *args: gradient(cell, *args, wanted, fns, key=jax.random.key(0)))
+    (grad_params, grad_x, _), _ = run(params, jnp.asarray(data["x"]), initial(data))
+    assert_close(grad_params, grads)
+    assert_close(grad_x, data["grad_x"])
+
+
+def test_the_loss_at_the_end_still_reaches_the_parameters():
+    """With every h detached the last loss goes through y_T itself: o's weights see step T and no other."""
+    cell, params, carry, xs = setting((2,))
+    wanted = array(9, 2, FEATURES)
+
+    def loss(params):
+        _, ys = rg.unroll(cell, params, xs, carry, carry_fns=(rg.Detach(p=1.0),), key=jax.random.key(0), backend="scan")
+        return dot(ys[-1], wanted)
+
+    slope = quick_jit(jax.grad(loss))(params)
+    step = functools.partial(reference.lstm, to_numpy(params))
+    carries, _, _ = reference.unroll(step, to_numpy(tuple(carry)), np.asarray(xs), emit=lambda c: c[1])
+    x, h_tm1, c = np.asarray(xs)[-1], carries[1][-2], carries[0][-1]
+    o = reference.sigmoid(reference.affine(to_numpy(params), "o", x, h_tm1))
+    delta = np.asarray(wanted) * np.tanh(c) * o * (1 - o)
+    assert_close(slope["kernel"]["o"], x.T @ delta)
+    assert_close(slope["recurrent_kernel"]["o"], h_tm1.T @ delta)
+    assert_close(slope["bias"]["o"], delta.sum(axis=0))
+    for leaf in jax.tree.leaves(slope):
+        assert np.abs(leaf).max() > 1e-6
+
+
+def test_detaching_all_of_the_carry_leaves_one_step():
+    """With both c and h detached nothing earlier than step T gets a gradient from y_T."""
+    cell, params, carry, xs = setting()
+    fns = (rg.Detach(p=1.0), rg.Detach(p=1.0, field="c"))
+
+    def last(xs):
+        return rg.unroll(cell, params, xs, carry, carry_fns=fns, key=jax.random.key(0), backend="scan")[1][-1].sum()
+
+    slope = np.asarray(quick_jit(jax.grad(last))(xs))
+    np.testing.assert_array_equal(slope[:-1], 0.0)
+    assert np.abs(slope[-1]).min() > 0
+
+
+def test_per_example_masks_act_on_their_own_example():
+    cell, params, carry, xs = setting((4,))
+    wanted = cotangents(cell, (4,))
+    masks = np.random.default_rng(1).random((STEPS, 4)) < 0.5
+    fns = (rg.Detach(p=0.5, per_example=True),)
+    whole = quick_jit(lambda: gradient(cell, params, xs, carry, wanted, fns, (jnp.asarray(masks),))[0])()
+    alone = quick_jit(
+        lambda n, mask: gradient(
+            cell,
+            params,
+            xs[:, n],
+            jax.tree.map(lambda leaf: leaf[n], carry),
+            (jax.tree.map(lambda leaf: leaf[n], wanted[0]), wanted[1][:, n]),
+            (rg.Detach(p=0.5),),
+            (mask,),
+        )[0]
+    )
+    examples = [alone(n, masks[:, n]) for n in range(4)]
+    assert_close(whole[0], jax.tree.map(lambda *leaves: sum(leaves), *(example[0] for example in examples)))
+    assert_close(whole[1], np.stack([example[1] for example in examples], axis=1))
+
+
+# Draws.
+
+
+def test_detach_draws_one_number_a_step_or_one_per_example():
+    key = jax.random.key(3)
+    shared = rg.Detach(p=0.25).draw(key, 40_000, (8,))
+    own = rg.Detach(p=0.25, per_example=True).draw(key, 5_000, (4, 2))
+    assert shared.shape == (40_000,) and own.shape == (5_000, 4, 2)
+    for mask in (shared, own):  # 0.25 is the probability of detaching
+        assert abs(float(mask.mean()) - 0.25) < 4 * np.sqrt(0.25 * 0.75 / 40_000)
+        steps = np.asarray(mask).reshape(len(mask), -1)[:, 0]
+        together = np.mean(steps[1:] & steps[:-1])  # neighbouring steps are independent
+        assert abs(together - 1 / 16) < 4 * np.sqrt(1 / 16 / len(steps))
+    for p, value in ((0.0, False), (1.0, True)):
+        assert set(np.asarray(rg.Detach(p=p).draw(key, 1000, ())).tolist()) == {value}
+    assert rg.Damp(p=0.5).draw(key, 4, (2,)) is None
+
+
+def test_functions_of_one_list_draw_apart():
+    first, second, none = rg.draw_noise((rg.Detach(p=0.5), rg.Detach(p=0.5), rg.Damp(p=0.5)), jax.random.key(0), 64, ())
+    assert none is None and 16 < int((first != second).sum()) < 48
+    again = rg.draw_noise((rg.Detach(p=0.5),), jax.random.key(0), 64, ())
+    assert_identical(again[0], first)
+
+
+# Zoneout.
+
+
+def zoneout(batch=(2,), p=0.5, **how):
+    cell, params, carry, xs = setting(batch)
+    fns = (rg.Zoneout(p=p, field="c"), rg.Zoneout(p=p, field="h"))
+    run = quick_jit(lambda fns, noise: rg.unroll(cell, params, xs, carry, carry_fns=fns, noise=noise, backend="scan", **how))
+    return cell, params, carry, xs, fns, run
+
+
+def test_zoneout_keeps_old_units_by_its_mask():
+    cell, params, carry, xs, fns, run = zoneout()
+    masks = [np.random.default_rng(seed).random((STEPS, 2, FEATURES)) < 0.5 for seed in (0, 1)]
+    last, ys = run(fns, tuple(map(jnp.asarray, masks)))
+
+    def after(t, old, new):
+        return tuple(np.where(mask[t], o, n) for mask, o, n in zip(masks, old, new, strict=True))
+
+    step = functools.partial(reference.lstm, to_numpy(params))
+    _, expected, expected_ys = reference.unroll(
+        step, to_numpy(tuple(carry)), np.asarray(xs), emit=lambda c: c[1], after=after
+    )
+    assert_close(tuple(last), expected)
+    assert_close(ys, expected_ys)
+
+
+@pytest.mark.parametrize("random", [True, False])
+def test_the_two_ends_of_zoneout(random):
+    how = dict(key=jax.random.key(0)) if random else dict(deterministic=True)
+    _, _, carry, _, _, run = zoneout(p=1.0, **how)
+    last, ys = run((rg.Zoneout(p=1.0, field="c"), rg.Zoneout(p=1.0, field="h")), None)
+    assert_identical(last, carry)
+    assert_identical(ys, jnp.broadcast_to(carry.h, ys.shape))
+    never = (rg.Zoneout(p=0.0, field="c"), rg.Zoneout(p=0.0, field="h"))
+    assert_close(run(never, None), run((), None), tolerance=1e-14)
+    with jax.disable_jit():  # each operation rounds by itself: no product and sum contracted into one
+        assert_identical(run(never, None), run((), None))
+
+
+@pytest.mark.parametrize(("field", "p"), [("h", 0.05), ("c", 0.5)])
+def test_the_deterministic_form_is_the_mean_for_one_step(field, p):
+    """z is the probability of keeping: over all 2^F masks the mean is z * old + (1 - z) * new."""
+    cell, params, carry, xs = setting()
+    fn = rg.Zoneout(p=p, field=field)
+
+    def one_step(noise, **how):
+        return rg.unroll(cell, params, xs[:1], carry, carry_fns=(fn,), noise=noise, backend="scan", **how)[0]
+
+    mean = mean_over(every_mask(FEATURES), p, lambda mask: one_step((mask[None],)))
+    deterministic = quick_jit(lambda: one_step(None, deterministic=True))()
+    assert_close(mean, deterministic)
+    new = reference.lstm(to_numpy(params), to_numpy(tuple(carry)), np.asarray(xs[0]))
+    place = LSTM.index(field)
+    assert_close(getattr(deterministic, field), p * np.asarray(carry[place]) + (1 - p) * new[place])
+
+
+def test_zoneout_draws_per_step_example_and_unit():
+    steps, batch, p = 200, 25, 0.2
+    fn = rg.Zoneout(p=p)
+    noise = fn.draw(jax.random.key(1), steps, (batch,))
+    old, new = rg.HiddenState(jnp.zeros((batch, 16))), rg.HiddenState(jnp.ones((batch, 16)))
+    kept = 1 - np.asarray(quick_jit(jax.vmap(lambda n: fn.after(n, old, new).h))(noise))  # [T, B, F]
+    assert abs(kept.mean() - p) < 4 * np.sqrt(p * (1 - p) / kept.size)
+    for a, b in ((kept[1:], kept[:-1]), (kept[:, 1:], kept[:, :-1]), (kept[..., 1:], kept[..., :-1])):
+        assert abs((a * b).mean() - p * p) < 4 * np.sqrt(p * p / a.size)  # neighbours in each direction: independent
+
+
+# Fields, order, one's own functions.
+
+
+@struct.dataclass
+class Scale(rg.CarryFn):
+    """A carry function of one's own: multiplies what the step reads, adds to what is kept."""
+
+    added: float = 0.0
+
+    def before(self, noise_t, carry):
+        return carry._replace(h=carry.h * self.p)
+
+    def after(self, noise_t, prev, new):
+        return new._replace(h=new.h + self.added)
+
+
+def test_functions_act_left_to_right_around_the_step():
+    cell = rg.CELLS["rnn"](FEATURES, param_dtype=jnp.float64)
+    params, carry, xs = parameters(cell, INPUTS), state(cell, ()), array(8, 1, INPUTS)
+    zone = rg.Zoneout(p=0.5)
+    how = dict(deterministic=True, backend="scan")
+    plain = reference.elman(to_numpy(params), (0.5 * np.asarray(carry.h),), np.asarray(xs[0]))[0]
+    own = Scale(p=0.5, added=10.0)
+    first, _ = rg.unroll(cell, params, xs, carry, carry_fns=(own, zone), **how)
+    assert_close(first.h, 0.5 * np.asarray(carry.h) + 0.5 * (plain + 10.0))
+    last, _ = rg.unroll(cell, params, xs, carry, carry_fns=(zone, own), **how)
+    assert_close(last.h, 0.5 * np.asarray(carry.h) + 0.5 * plain + 10.0)
+
+
+def test_fields_by_name_by_index_and_none():
+    named = rg.LSTMState(c=array(0, 3), h=array(1, 3))
+    for fn, carry in (
+        (rg.Damp(p=1.0, field="h"), named),
+        (rg.Damp(p=1.0, field=1), named),
+        (rg.Damp(p=1.0, field=-1), tuple(named)),
+        (rg.Damp(p=1.0, field=None), named.h),
+    ):
+        assert_identical(fn.before(None, carry), carry)
+        slope = jax.grad(lambda carry, fn=fn: sum(map(jnp.sum, jax.tree.leaves(fn.before(None, carry)))))(carry)
+        leaves = jax.tree.leaves(slope)
+        np.testing.assert_array_equal(leaves[-1], 0.0)
+        for other in leaves[:-1]:
+            np.testing.assert_array_equal(other, 1.0)
+
+
+@pytest.mark.parametrize(("field", "known"), [("x", "c, h"), (5, "c, h"), (None, "c, h")])
+@pytest.mark.parametrize("fn", [rg.Detach, rg.Damp, rg.Zoneout])
+def test_a_field_that_is_not_there_is_one_sentence(fn, field, known):
+    cell, params, carry, xs = setting()
+    with pytest.raises(ValueError, match=known) as error:
+        rg.unroll(cell, params, xs, carry, carry_fns=(fn(p=0.5, field=field),), key=jax.random.key(0))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.5, float("nan")])
+@pytest.mark.parametrize("fn", [rg.Detach, rg.Damp, rg.Zoneout])
+def test_a_probability_lies_between_0_and_1(fn, p):
+    with pytest.raises(ValueError, match="probability"):
+        fn(p=p)
+
+
+def test_p_is_a_leaf_that_vmap_can_map():
+    """One compiled function, a lane per probability: each equals its own run."""
+    cell, params, carry, xs = setting()
+    wanted, p = cotangents(cell), jnp.asarray([0.0, 0.3, 1.0])
+    run = quick_jit(jax.vmap(lambda p: gradient(cell, params, xs, carry, wanted, (rg.Damp(p=p),))[0]))
+    lanes = run(p)
+    for n, own in enumerate(p.tolist()):
+        alone = gradient(cell, params, xs, carry, wanted, (rg.Damp(p=own),))[0]
+        assert_close(jax.tree.map(lambda leaf, n=n: leaf[n], lanes), alone)
+    assert rg.Detach(p=0.5).field == "h"
+    assert [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(rg.Detach(p=0.5))] == [0.5]

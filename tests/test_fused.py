@@ -1,0 +1,307 @@
+"""The fused backend against the scan: every value and every gradient, over all pairs of options.
+
+The default run covers every pair of levels of the factors below with a greedy covering array. With `--full` every
+cell family meets every gate, every carry function and every condition.
+"""
+
+import dataclasses
+import itertools
+import zlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import recurrent_gates as rg
+from tests.support import array, assert_close, dot, parameters, quick_jit, state
+from tests.test_carry import Scale
+from tests.test_gato import Count, StoreAtCount
+
+STEPS, BATCH, INPUTS, FEATURES = 7, 2, 2, 4
+CHUNK = 3  # does not divide the 7 steps
+
+GATED = ("lstm", "gru_after", "gru_before", "gru_no_reset", "janet")
+PLAIN = ("lstm_two_biases", "gru_two_biases", "lstm_lecture", "rnn", "exploding", "gato1", "gato2")
+
+FACTORS = {
+    "family": GATED + PLAIN,
+    "gate": tuple(rg.GATES),
+    "carry": ("none", "detach", "detach_own_other", "damp", "zoneout", "zoneout_mean"),
+    "mask": ("none", "lengths", "valid"),
+    "resets": (False, True),
+    "reverse": (False, True),
+    "chunk": (None, CHUNK),
+    "around": ("nothing", "vmap", "checkpoint"),
+    "carries": ("last", "all"),
+}
+CONDITIONS = ({}, *({name: level} for name in ("mask", "resets", "reverse", "chunk", "around") for level in FACTORS[name][1:]))
+
+
+def possible(family, gate):
+    return family in GATED or gate == "standard"
+
+
+def covering_array():
+    """Rows that hold every possible pair of levels, greedily; the same in each run."""
+    names = list(FACTORS)
+    wanted = {
+        pair
+        for a, b in itertools.combinations(names, 2)
+        for pair in itertools.product([(a, level) for level in FACTORS[a]], [(b, level) for level in FACTORS[b]])
+        if {a, b} != {"family", "gate"} or possible(pair[0][1], pair[1][1])
+    }
+    rows, draw = [], np.random.default_rng(0)
+
+    def covers(row):
+        return {pair for pair in itertools.combinations(row.items(), 2) if pair in wanted}
+
+    while wanted:
+        best, best_covered = None, set()
+        for first in sorted(wanted, key=repr)[:: max(1, len(wanted) // 8)]:
+            row = dict(first)
+            for name in names:
+                if name not in row:
+                    levels = list(FACTORS[name])
+                    if name in ("family", "gate"):
+                        draw.shuffle(levels)  # of equals elsewhere the first level, the plainest, is taken
+                    if name == "gate":
+                        levels = [gate for gate in levels if possible(row["family"], gate)]
+                    if name == "family":
+                        levels = [family for family in levels if possible(family, row.get("gate", "standard"))]
+                    trial = [{key: {**row, name: level}[key] for key in names if key in row or key == name} for level in levels]
+                    row = max(trial, key=lambda candidate: len(covers(candidate)))
+            row = {name: row[name] for name in names}
+            if len(covers(row)) > len(best_covered):
+                best, best_covered = row, covers(row)
+        rows.append(best)
+        wanted -= best_covered
+    return rows
+
+
+def full_product():
+    first = {name: levels[0] for name, levels in FACTORS.items()}
+    for family, gate, carry in itertools.product(FACTORS["family"], FACTORS["gate"], FACTORS["carry"]):
+        if possible(family, gate):
+            for condition in CONDITIONS:
+                yield {**first, "family": family, "gate": gate, "carry": carry, **condition}
+
+
+def name_of(row):
+    return "-".join(f"{level}" if isinstance(level, str) else f"{name}:{level}" for name, level in row.items())
+
+
+def pytest_generate_tests(metafunc):
+    if "row" in metafunc.fixturenames:
+        rows = list(full_product()) if metafunc.config.getoption("full") else covering_array()
+        metafunc.parametrize("row", rows, ids=map(name_of, rows))
+
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def build(family, gate="standard"):
+    spec = rg.GATES[gate]
+    if spec.master:
+        spec = dataclasses.replace(spec, downsize=2)
+    settings = dict(param_dtype=jnp.float64)
+    sigmoid = dict(activation=jax.nn.sigmoid, output_activation=jax.nn.sigmoid)
+    return {
+        "lstm": lambda: rg.LSTM(FEATURES, gate=spec, **settings),
+        "gru_after": lambda: rg.GRU(FEATURES, gate=spec, **settings),
+        "gru_before": lambda: rg.GRU(FEATURES, gate=spec, reset="before", **settings),
+        "gru_no_reset": lambda: rg.GRU(FEATURES, gate=spec, reset=False, **settings),
+        "janet": lambda: rg.JANET(FEATURES, gate=spec, **settings),
+        "lstm_two_biases": lambda: rg.LSTM(FEATURES, bias_vectors=2, **settings),
+        "gru_two_biases": lambda: rg.GRU(FEATURES, bias_vectors=2, **settings),
+        "lstm_lecture": lambda: rg.LSTM(FEATURES, forget_gate=False, **sigmoid, **settings),
+        "rnn": lambda: rg.Elman(FEATURES, **settings),
+        "exploding": lambda: rg.Exploding(FEATURES, **settings),
+        "gato1": lambda: rg.CELLS["gato1"](FEATURES, bias_vectors=2, **settings),
+        "gato2": lambda: rg.CELLS["gato2"](FEATURES, hidden=3, **settings),
+    }[family]()
+
+
+def carry_functions(kind, cell):
+    """The functions; "other" is the field beside the one that feeds the products, where there is one."""
+    fields = cell.initial(())._fields
+    field, other = ("r", "s") if "r" in fields else ("h", fields[0])
+    return {
+        "none": (),
+        "detach": (rg.Detach(p=0.5, field=field),),
+        "detach_own_other": (rg.Detach(p=0.5, field=other, per_example=True), rg.Detach(p=0.3, field=field)),
+        "damp": (rg.Damp(p=0.4, field=field), rg.Damp(p=0.3, field=other)),
+        "zoneout": (rg.Zoneout(p=0.5, field=other), rg.Zoneout(p=0.3, field=field), rg.Detach(p=0.5, field=field)),
+        "zoneout_mean": (rg.Zoneout(p=0.5, field=other), rg.Zoneout(p=0.3, field=field)),
+    }[kind]
+
+
+def draw(fn, width, rng):
+    """A noise for one carry function: zoneout's as masks, whose keys would compile for long."""
+    if isinstance(fn, rg.Damp):
+        return None
+    shape = (STEPS, BATCH, width) if isinstance(fn, rg.Zoneout) else (STEPS, BATCH) if fn.per_example else (STEPS,)
+    return jnp.asarray(rng.random(shape) < 0.5)
+
+
+def options(row, cell, rng):
+    """The keyword arguments of unroll that a row stands for."""
+    functions = carry_functions(row["carry"], cell)
+    how = dict(carry_fns=functions, reverse=row["reverse"], remat=row["chunk"], return_carries=row["carries"])
+    if row["carry"] == "zoneout_mean":
+        how["deterministic"] = True
+    else:
+        how["noise"] = tuple(draw(fn, cell.initial(())[0].shape[-1], rng) for fn in functions)
+    if row["mask"] == "lengths":
+        how["lengths"] = jnp.asarray(rng.permutation([STEPS - 2, rng.integers(0, STEPS)]))
+    if row["mask"] == "valid":
+        how["valid"] = jnp.asarray(rng.random((STEPS, BATCH)) < 0.7)
+    if row["resets"]:
+        how["resets"] = jnp.asarray(rng.random((STEPS, BATCH)) < 0.3)
+    return how
+
+
+def compare(cell, how, around="nothing", tolerance=1e-10):
+    """Values, and gradients of params, inputs, carry and fresh, for cotangents on ys, on the carry and on both."""
+    lanes = (2,) if around == "vmap" else ()
+    params, xs = parameters(cell, INPUTS), array(8, *lanes, STEPS, BATCH, INPUTS)
+    carry, fresh = (state(cell, (*lanes, BATCH), seed) for seed in (0, 50))
+
+    def results(backend):
+        def forward(params, xs, carry, fresh):
+            return rg.unroll(cell, params, xs, carry, fresh=fresh, backend=backend, **how)
+
+        if around == "vmap":
+            forward = jax.vmap(forward, (None, 0, 0, 0))
+        if around == "checkpoint":
+            forward = jax.checkpoint(forward)
+
+        @quick_jit
+        def pull(cotangents):
+            out, pullback = jax.vjp(forward, params, xs, carry, fresh)
+            return out, pullback(cotangents)
+
+        shapes = jax.eval_shape(forward, params, xs, carry, fresh)
+        random = jax.tree.map(lambda leaf: array(31, *leaf.shape), shapes)
+        zeros = jax.tree.map(jnp.zeros_like, random)
+        return [pull(cotangents) for cotangents in ((zeros[0], random[1]), (random[0], zeros[1]), random)]
+
+    fused, scan = results("fused"), results("scan")
+    assert_close(fused, scan, tolerance)
+
+
+def test_fused_is_the_scan(row):
+    cell = build(row["family"], row["gate"])
+    compare(cell, options(row, cell, np.random.default_rng(zlib.crc32(name_of(row).encode()))), row["around"])
+
+
+def test_the_covering_array_covers():
+    rows = covering_array()
+    for a, b in itertools.combinations(FACTORS, 2):
+        seen = {(row[a], row[b]) for row in rows}
+        levels = set(itertools.product(FACTORS[a], FACTORS[b]))
+        if (a, b) == ("family", "gate"):
+            levels = {pair for pair in levels if possible(*pair)}
+        assert seen == levels
+
+
+@pytest.mark.parametrize("settings", [dict(s_update="accumulate", gamma=jnp.sin), dict(emit_s_only=True), dict(wrap=None)], ids=str)
+def test_gato_settings(settings):
+    compare(rg.CELLS["gato2"](FEATURES, hidden=3, param_dtype=jnp.float64, **settings), {})
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 5, STEPS, 100])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_gato_in_any_chunks(chunk, reverse):
+    compare(build("gato2"), dict(remat=chunk, reverse=reverse))
+
+
+def test_longer_than_the_chunks_that_fused_takes_by_itself():
+    cell = build("gato2")
+    params, xs = parameters(cell, INPUTS), array(8, 45, BATCH, INPUTS)
+
+    @quick_jit
+    def run(params, xs):
+        def loss(params, xs, backend):
+            return dot(rg.unroll(cell, params, xs, backend=backend), (state(cell, (BATCH,)), array(9, 45, BATCH, FEATURES)))
+
+        return [jax.value_and_grad(loss, (0, 1))(params, xs, backend) for backend in ("fused", "scan")]
+
+    fused, scan = run(params, xs)
+    assert_close(fused, scan)
+
+
+@pytest.mark.parametrize("family", ["lstm", "gato2"])
+def test_zoneout_from_keys(family):
+    cell = build(family)
+    functions = carry_functions("zoneout", cell)
+    noise = rg.draw_noise(functions, jax.random.key(1), STEPS, (BATCH,))
+    compare(cell, dict(carry_fns=functions, noise=noise, remat=CHUNK))
+
+
+def test_a_carry_function_of_ones_own():
+    compare(build("lstm"), dict(carry_fns=(Scale(p=0.5, added=0.1),), noise=(None,)))
+
+
+@pytest.mark.parametrize("family", ["lstm", "gato2"])
+def test_p_has_the_same_gradient_everywhere(family):
+    """p is a leaf: the mean form of zoneout is differentiable in it, on both backends or on neither."""
+    cell = build(family)
+    params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
+    field = "r" if family == "gato2" else "h"
+
+    def slope(backend):
+        def loss(p):
+            fns = (rg.Zoneout(p=p, field=field),)
+            return rg.unroll(cell, params, xs, carry_fns=fns, deterministic=True, backend=backend)[1].sum()
+
+        return quick_jit(jax.grad(loss))(0.3)
+
+    assert_close(slope("fused"), slope("scan"))
+
+
+@pytest.mark.parametrize(
+    ("make", "fns"),
+    [
+        (lambda: rg.FlaxCell(nn.LSTMCell(FEATURES)), ()),
+        (lambda: rg.GATO(FEATURES, f=Count(), g=StoreAtCount()), ()),
+        (lambda: rg.CELLS["gato1"](FEATURES, s_update="replace"), ()),
+        (lambda: rg.CELLS["gato1"](FEATURES, s_update="zero"), ()),
+        (lambda: rg.CELLS["gato1"](FEATURES), (rg.Damp(p=0.5, field=0),)),
+    ],
+    ids=["foreign", "maps of one's own", "replace", "zero", "field by index"],
+)
+def test_what_fused_does_not_serve_is_refused_in_one_sentence(make, fns, x32):
+    cell = make()
+    params, xs = cell.init_params(jax.random.key(0), 1), jnp.ones((3, BATCH, 1))
+    with pytest.raises(ValueError, match="fused") as error:
+        rg.unroll(cell, params, xs, carry_fns=fns, backend="fused")
+    assert "\n" not in str(error.value)
+    by_itself = rg.unroll(cell, params, xs, carry_fns=fns, backend="auto")  # and auto takes the scan
+    assert_close(by_itself, rg.unroll(cell, params, xs, carry_fns=fns, backend="scan"), tolerance=1e-6)
+
+
+def temporary_bytes(backend):
+    """What one training step of the adding task's GATO keeps in temporaries, as the compiler plans it."""
+    cell, steps, batch = rg.CELLS["gato2"](512), 750, 64
+
+    def train(params, moments, xs, targets):
+        def loss(params):
+            _, ys = rg.unroll(cell, params, xs, backend=backend)
+            return jnp.mean((ys[-1].mean(axis=-1) - targets) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        moments = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments, grads)
+        return value, jax.tree.map(lambda p, m: p - 1e-3 * m, params, moments), moments
+
+    params = jax.eval_shape(lambda key: cell.init_params(key, 2), jax.random.key(0))
+    arrays = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((steps, batch, 2), (batch,)))
+    return jax.jit(train).lower(params, params, *arrays).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_the_memory_of_a_gato_training_step(x32):
+    """750 steps, batch 64, J = 256, k = 32: at most 400 MB, where [T, B, J, k] alone would take 1.6 GB."""
+    fused = temporary_bytes("fused")
+    assert fused <= 400e6
+    assert temporary_bytes("scan") > 4 * fused

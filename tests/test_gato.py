@@ -1,0 +1,240 @@
+"""GATO against its paper: eq. 3 by hand, bounds, wrapping, ablations, memorization (4.3)."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import recurrent_gates as rg
+from tests import reference
+from tests.support import array, assert_close, assert_identical, parameters, quick_jit, state, to_numpy
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+UNITS, INPUTS, STEPS = 4, 3, 7
+
+
+def build(name, **settings):
+    return rg.CELLS[name](2 * UNITS, **dict(param_dtype=jnp.float64) | settings)
+
+
+def jacobian_by_hand(params, carry, xs):
+    """The diagonals of dr_T/dr_t and ds_T/dr_t, T = t+1..: products of df and sums of dg (eq. 3), per unit."""
+    r, s = carry
+    product, total = np.ones(UNITS), np.zeros(UNITS)
+    rows = []
+    for x in xs:
+        df, dg = reference.gato_derivatives(params, r, x)
+        total, product = total + dg * product, product * df
+        rows.append((product, total))
+        r, s = reference.gato(params, (r, s), x)
+    return rows
+
+
+@pytest.mark.parametrize("wrap", [None, "auto"])
+@pytest.mark.parametrize("backend", ["scan", "fused"])
+@pytest.mark.parametrize("name", ["gato1", "gato2"])
+def test_all_four_blocks_of_the_jacobian(name, backend, wrap):
+    cell = build(name, wrap=wrap)
+    params, carry, xs = parameters(cell, INPUTS), state(cell, ()), array(8, STEPS, INPUTS)
+
+    @quick_jit
+    @jax.jacrev
+    def jacobian(carry):
+        return rg.unroll(cell, params, xs, carry, return_carries="all", backend=backend)[0]
+
+    blocks = jacobian(carry)
+    by_hand = jacobian_by_hand(to_numpy(params), to_numpy(tuple(carry)), np.asarray(xs))
+    off_diagonal = ~np.eye(UNITS, dtype=bool)
+    for t, (dr_dr, ds_dr) in enumerate(by_hand):
+        np.testing.assert_array_equal(blocks.s.s[t], np.eye(UNITS))
+        np.testing.assert_array_equal(blocks.r.s[t], np.zeros((UNITS, UNITS)))
+        assert_close(np.diag(blocks.r.r[t]), dr_dr)
+        assert_close(np.diag(blocks.s.r[t]), ds_dr)
+        for block in (blocks.r.r[t], blocks.s.r[t]):
+            np.testing.assert_array_equal(np.asarray(block)[off_diagonal], 0.0)
+
+
+@pytest.mark.parametrize("backend", ["scan", "fused"])
+@pytest.mark.parametrize("name", ["gato1", "gato2"])
+def test_the_first_s_depends_on_the_first_r_only(name, backend):
+    """s_1 = s_0 + g(r_0, x_1): f has no part in it."""
+    cell = build(name)
+    params, carry, xs = parameters(cell, INPUTS), state(cell, ()), array(8, 1, INPUTS)
+
+    def s_1(params):
+        return rg.unroll(cell, params, xs, carry, backend=backend)[0].s
+
+    slopes = quick_jit(jax.jacrev(s_1))(params)
+    assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(slopes["f"]))
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(slopes["g"]))
+
+
+@pytest.mark.parametrize("backend", ["scan", "fused"])
+@pytest.mark.parametrize("name", ["gato1", "gato2"])
+def test_unrolled_states_are_the_papers(name, backend):
+    cell = build(name)
+    params, carry, xs = parameters(cell, INPUTS), state(cell, (2,)), array(8, STEPS, 2, INPUTS)
+    run = quick_jit(lambda *args: rg.unroll(cell, *args, return_carries="all", backend=backend))
+    carries, ys = run(params, xs, carry)
+    step = functools.partial(reference.gato, to_numpy(params))
+    expected, _, _ = reference.unroll(step, to_numpy(tuple(carry)), np.asarray(xs), emit=lambda c: c[1])
+    assert_close(carries.r, expected[0])
+    assert_close(ys, np.concatenate([np.cos(expected[1]), expected[0]], axis=-1))
+    assert_close(np.exp(1j * np.asarray(carries.s)), np.exp(1j * expected[1]))
+    assert float(carries.s.min()) >= 0 and float(carries.s.max()) < 2 * np.pi
+
+
+@given(st.sampled_from([0.5, 0.7, 0.9]), st.floats(0.1, 100.0), st.integers(0, 99))
+def test_r_is_bounded_and_s_increases(rate, scale, seed):
+    """Criterion 5: |r| <= 1 / (1 - lambda), whatever the parameters; softplus is positive."""
+    cell = build("gato1", rate=rate, wrap=None)
+    params, xs = parameters(cell, INPUTS, seed, scale), array(seed, 50, 2, INPUTS, scale=scale)
+    carries, _ = long_run(cell, params, xs)
+    r, s = np.asarray(carries.r), np.asarray(carries.s)
+    assert np.abs(r).max() <= 1 / (1 - rate) + 1e-12
+    assert (np.diff(s, axis=0) >= 0).all()
+    if scale < 3:
+        assert (np.diff(s, axis=0) > 0).all()
+
+
+@quick_jit(static_argnums=0)
+def long_run(cell, params, xs):
+    return rg.unroll(cell, params, xs, return_carries="all", backend="scan")
+
+
+@pytest.mark.parametrize("name", ["gato1", "gato2"])
+def test_wrapping_changes_neither_outputs_nor_gradients(name):
+    wrapped, plain = build(name), build(name, wrap=None)
+    assert wrapped.period == 2 * np.pi and plain.period is None
+    params, xs, cotangent = parameters(plain, INPUTS), array(8, 40, 2, INPUTS), array(9, 40, 2, 2 * UNITS)
+
+    def run(cell):
+        def loss(params, xs):
+            ys = rg.unroll(cell, params, xs, backend="scan")[1]
+            return jnp.sum(ys * cotangent), ys
+
+        return quick_jit(jax.grad(loss, (0, 1), has_aux=True))(params, xs)
+
+    (wrapped_grads, wrapped_ys), (plain_grads, plain_ys) = run(wrapped), run(plain)
+    assert_close(wrapped_ys, plain_ys)
+    assert_close(wrapped_grads, plain_grads)
+
+
+def test_only_a_periodic_gamma_is_wrapped():
+    assert build("gato1", gamma=jnp.sin).period is None
+    assert build("gato1", gamma=jnp.sin, wrap=2 * np.pi).period == 2 * np.pi
+
+
+def test_wrapping_keeps_float32_exact_over_long_sequences():
+    """Unwrapped, cos(s) of a float32 sum is off by hundredths after 16,384 steps."""
+    double = build("gato1", wrap=None)
+    params, xs = parameters(double, 1, scale=0.1), array(8, 16_384, 1)
+    exact = np.cos(long_run(double, params, xs)[0].s)
+    low = [jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree) for tree in (params, xs)]
+    errors = []
+    for wrap in ("auto", None):
+        ys = long_run(build("gato1", wrap=wrap, param_dtype=jnp.float32), *low)[1]
+        errors.append(np.abs(np.asarray(ys)[:, :UNITS] - exact).max())
+    assert errors[0] < 1e-3 and errors[1] > 10 * errors[0]  # the increments' own rounding, 16,384 * 2^-25, is left
+
+
+def test_s_does_not_stall_in_bfloat16():
+    """A bfloat16 sum stops at 256, where half a unit in the last place exceeds the increments."""
+    cell = build("gato1", wrap=None, dtype=jnp.bfloat16, param_dtype=jnp.float32)
+    params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), parameters(cell, 1))
+    carries, _ = long_run(cell, params, jnp.zeros((800, 1), jnp.float32))
+    np.testing.assert_allclose(carries.s[-1], 800 * np.log(2), rtol=3e-3)  # log 2 rounds to within 2^-9 in bfloat16
+
+
+@pytest.mark.parametrize("s_update", ["zero", "replace"])
+def test_ablations(s_update):
+    """Appendix A: without the sum the identity block is gone."""
+    cell = build("gato2", s_update=s_update, wrap=None)
+    params, carry, xs = parameters(cell, INPUTS), state(cell, ()), array(8, STEPS, INPUTS)
+
+    def run(carry):
+        return rg.unroll(cell, params, xs, carry, return_carries="all", backend="scan")[0]
+
+    carries, blocks = quick_jit(run)(carry), quick_jit(jax.jacrev(run))(carry)
+    step = functools.partial(reference.gato, to_numpy(params), s_update=s_update)
+    expected, _, _ = reference.unroll(step, to_numpy(tuple(carry)), np.asarray(xs), emit=lambda c: c[1])
+    assert_close(tuple(carries), expected)
+    np.testing.assert_array_equal(blocks.s.s, np.zeros((STEPS, UNITS, UNITS)))
+    assert np.abs(blocks.r.r).min(axis=(1, 2)).max() == 0 and np.abs(blocks.r.r).max() > 0
+
+
+def test_what_is_emitted():
+    """[gamma(s), r], or gamma(s) alone; gamma is an argument."""
+    xs = array(8, STEPS, 2, INPUTS)
+    both, s_only, sine = build("gato1"), build("gato1", emit_s_only=True), build("gato1", gamma=jnp.sin)
+    params = parameters(both, INPUTS)
+    carries, ys = long_run(both, params, xs)
+    assert_close(ys, np.concatenate([np.cos(carries.s), carries.r], axis=-1))
+    assert_close(long_run(s_only, params, xs)[1], np.cos(carries.s))
+    assert_close(long_run(sine, params, xs)[1], np.concatenate([np.sin(carries.s), carries.r], axis=-1))
+
+
+# Section 4.3: r counts, g stores its input in s at the count of its own unit.
+
+
+@dataclasses.dataclass(frozen=True)
+class Count(rg.GATOMap):
+    def __call__(self, params, r, z):
+        return r + 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreAtCount(rg.GATOMap):
+    def __call__(self, params, r, z):
+        counts = jnp.arange(r.shape[-1], dtype=r.dtype).reshape((1,) * (r.ndim - 1) + r.shape[-1:])
+        return jnp.where(r == counts, z, 0.0)
+
+
+def identity(x):
+    return x
+
+
+CAPACITY = 6
+
+
+@given(st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=0, max_size=CAPACITY))
+def test_memorizes_any_sequence_of_at_most_j_numbers(sequence):
+    cell = rg.GATO(2 * CAPACITY, f=Count(), g=StoreAtCount(), gamma=identity, emit_s_only=True, param_dtype=jnp.float64)
+    xs = np.zeros((CAPACITY, 1))
+    xs[: len(sequence), 0] = sequence
+    lengths = jnp.asarray(len(sequence))
+    carry, _ = memorize(cell, jnp.asarray(xs), lengths)
+    np.testing.assert_array_equal(carry.s, np.concatenate([sequence, np.zeros(CAPACITY - len(sequence))]))
+    assert carry.r.tolist() == [len(sequence)] * CAPACITY
+
+
+@quick_jit(static_argnums=0)
+def memorize(cell, xs, lengths):
+    params = cell.init_params(jax.random.key(0), 1)
+    assert jax.tree.leaves(params) == []
+    return rg.unroll(cell, params, xs, lengths=lengths, backend="scan")
+
+
+def test_memorized_tokens_are_read_through_the_cosine():
+    """At every step the cosines of s hold all tokens so far, in order: a decoder can condition on them."""
+    cell = rg.GATO(2 * CAPACITY, f=Count(), g=StoreAtCount(), emit_s_only=True, param_dtype=jnp.float64)
+    tokens = np.random.default_rng(0).integers(0, 10, (CAPACITY, 20))
+    angles = jnp.asarray(tokens * np.pi / 10)[..., None]
+    _, ys = memorize(cell, angles, jnp.full((20,), CAPACITY))
+    read = np.rint(np.arccos(np.clip(ys, -1, 1)) * 10 / np.pi).astype(int)  # [T, B, J]
+    for t in range(CAPACITY):
+        np.testing.assert_array_equal(read[t, :, : t + 1], tokens[: t + 1].T)
+        np.testing.assert_array_equal(read[t, :, t + 1 :], 0)
+
+
+def test_a_pair_of_maps_without_parameters_is_a_cell():
+    cell = rg.GATO(2 * UNITS, f=Count(), g=StoreAtCount())
+    carry, x = cell.initial((2,)), jnp.ones((2, 1), jnp.float32)
+    _, y = cell.apply(cell.init(jax.random.key(0), carry, x), carry, x)
+    assert_identical(y[:, UNITS:], jnp.ones((2, UNITS), jnp.float32))

@@ -1,0 +1,365 @@
+"""The Flax layers: in the place of nn.RNN, in both directions, stacked, lifted, bridged to NNX."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx, struct
+
+import recurrent_gates as rg
+from tests.support import array, assert_close, assert_identical, dot, parameters, quick_jit, randomize
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+STEPS, BATCH, INPUTS, FEATURES = 6, 3, 2, 4
+NAMES = ("lstm", "ur_gru", "gato2", "om_lstm")
+
+
+def build(name, **settings):
+    return rg.CELLS[name](FEATURES, **dict(param_dtype=jnp.float64) | settings)
+
+
+class Identity(rg.Cell):
+    """Emits its input; its carry is one bare array."""
+
+    features: int = INPUTS
+
+    def init_params(self, key, in_features):
+        return {}
+
+    def initial(self, batch_shape):
+        return jnp.zeros((*batch_shape, self.features))
+
+    def step(self, params, carry, z_t):
+        return z_t
+
+
+@struct.dataclass
+class Reveal(rg.CarryFn):
+    """Adds its own noise to the carry that is kept, so that outputs show what was drawn."""
+
+    @property
+    def draws(self):
+        return True
+
+    def draw(self, key, steps, batch_shape):
+        return jax.random.uniform(key, (steps, *batch_shape))
+
+    def after(self, noise_t, prev, new):
+        return new if noise_t is None else new + noise_t[..., None]
+
+
+def reveal():
+    return Reveal(p=0.5, field=None)
+
+
+def variables(model, x, seed=5, **how):
+    shapes = jax.eval_shape(lambda key: model.init({"params": key, "carry": key}, x, **how), jax.random.key(0))
+    return randomize(shapes, seed)
+
+
+# In the place of nn.RNN.
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("settings", [dict(), dict(reverse=True), dict(reverse=True, keep_order=True, time_major=True)], ids=str)
+def test_rnn_is_flaxs_rnn(name, settings):
+    """The same parameters from the same key, the same values, the same gradients."""
+    x = array(8, BATCH, STEPS, INPUTS)
+    x = jnp.swapaxes(x, 0, 1) if settings.get("time_major") else x
+    ours, theirs = (layer(build(name), return_carry=True, **settings) for layer in (rg.RNN, nn.RNN))
+    started = theirs.init(jax.random.key(3), x)
+    assert_identical(ours.init(jax.random.key(3), x), started)
+    moved = randomize(started, 6)
+
+    def results(model):
+        def loss(moved, x):
+            out = model.apply(moved, x)
+            return dot(out, jax.tree.map(lambda leaf: array(17, *leaf.shape), out)), out
+
+        return quick_jit(jax.grad(loss, (0, 1), has_aux=True))(moved, x)
+
+    assert_close(results(ours), results(theirs))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_lengths_agree_with_flax_where_flax_defines_them(name, reverse):
+    """The same carries and the same outputs at valid steps; in padding ours are zeros."""
+    x, lengths = array(8, BATCH, STEPS, INPUTS), jnp.asarray([STEPS, 1, 4])
+    ours, theirs = (layer(build(name), return_carry=True, reverse=reverse) for layer in (rg.RNN, nn.RNN))
+    moved = variables(theirs, x)
+    (carry, ys), (their_carry, their_ys) = (
+        quick_jit(lambda moved, model=model: model.apply(moved, x, seq_lengths=lengths))(moved) for model in (ours, theirs)
+    )
+    valid = (np.arange(STEPS) < np.asarray(lengths)[:, None])[..., None]
+    assert_close(carry, their_carry)
+    assert_close(ys, np.where(valid, their_ys, 0.0))
+
+
+@pytest.mark.parametrize("batch", [(), (BATCH,), (2, BATCH)])
+@pytest.mark.parametrize("time_major", [False, True])
+def test_where_time_and_batch_are(batch, time_major):
+    """Masks are laid out as the inputs; the values do not depend on the layout."""
+    cell, xs = build("lstm"), array(8, STEPS, *batch, INPUTS)
+    draw = np.random.default_rng(0)
+    valid, resets = (jnp.asarray(draw.random((STEPS, *batch)) < p) for p in (0.8, 0.2))
+    params = parameters(cell, INPUTS)
+    carry, ys = rg.unroll(cell, params, xs, valid=valid, resets=resets)
+
+    def place(array):
+        return array if time_major else jnp.moveaxis(array, 0, len(batch))
+
+    model = rg.RNN(cell, time_major=time_major, return_carry=True)
+    got_carry, got_ys = model.apply(
+        {"params": {"cell": params}}, place(xs), valid=place(valid), resets=place(resets)
+    )
+    assert_close((got_carry, got_ys), (carry, place(ys)), tolerance=1e-14)
+
+
+def test_call_arguments_override_attributes():
+    cell, x = build("lstm"), array(8, BATCH, STEPS, INPUTS)
+    plain, turned = rg.RNN(cell), rg.RNN(cell, time_major=True, return_carry=True, reverse=True, keep_order=True)
+    moved, start = variables(plain, x), rg.LSTMState(array(1, BATCH, FEATURES), array(2, BATCH, FEATURES))
+    arguments = dict(time_major=True, return_carry=True, reverse=True, keep_order=True, initial_carry=start)
+    expected = turned.apply(moved, jnp.swapaxes(x, 0, 1), initial_carry=start)
+    assert_identical(plain.apply(moved, jnp.swapaxes(x, 0, 1), **arguments), expected)
+    first = cell.apply({"params": moved["params"]["cell"]}, start, x[:, -1])
+    assert_close(expected[1][-1], first[1], tolerance=1e-14)
+
+
+@pytest.mark.parametrize("how", [dict(remat=4), dict(unroll=2), dict(backend="scan"), dict(backend="fused")], ids=str)
+def test_attributes_reach_the_driver(how):
+    cell, x = build("gato2"), array(8, BATCH, STEPS, INPUTS)
+    moved = variables(rg.RNN(cell), x)
+    assert_close(rg.RNN(cell, **how).apply(moved, x), rg.RNN(cell).apply(moved, x), tolerance=1e-13)
+
+
+def test_a_foreign_cell_behind_the_adapter():
+    """nn.LSTMCell in our layer equals itself in nn.RNN, with its gradient detached by index."""
+    foreign, x = nn.LSTMCell(FEATURES, param_dtype=jnp.float64), array(8, BATCH, STEPS, INPUTS)
+    ours, theirs = rg.RNN(rg.FlaxCell(foreign)), nn.RNN(foreign)
+    moved = variables(theirs, x)
+    inner = moved["params"]["cell"]
+    mine = variables(ours, x)
+    assert jax.tree.map(jnp.shape, mine["params"]["cell"]) == jax.tree.map(jnp.shape, inner)
+    wanted = array(9, BATCH, STEPS, FEATURES)
+
+    def slope(model, **how):
+        return quick_jit(jax.grad(lambda moved: dot(model.apply(moved, x, **how), wanted)))(moved)
+
+    assert_close(slope(ours), slope(theirs))
+    slots = {"i": "i", "f": "f", "u": "g", "o": "o"}
+    native = {
+        "kernel": {slot: inner[f"i{name}"]["kernel"] for slot, name in slots.items()},
+        "recurrent_kernel": {slot: inner[f"h{name}"]["kernel"] for slot, name in slots.items()},
+        "bias": {slot: inner[f"h{name}"]["bias"] for slot, name in slots.items()},
+    }
+    masks = (jnp.asarray([0, 1, 1, 0, 1, 0], bool),)
+    native_slope = quick_jit(
+        jax.grad(
+            lambda native: dot(
+                rg.RNN(build("lstm"), carry_fns=(rg.Detach(p=0.5),)).apply({"params": {"cell": native}}, x, noise=masks), wanted
+            )
+        )
+    )(native)
+    detached = slope(ours, carry_fns=(rg.Detach(p=0.5, field=1),), noise=masks)["params"]["cell"]
+    for slot, name in slots.items():
+        assert_close(detached[f"i{name}"]["kernel"], native_slope["kernel"][slot])
+        assert_close(detached[f"h{name}"]["kernel"], native_slope["recurrent_kernel"][slot])
+
+
+# Lifted, bridged.
+
+
+def test_bidirectional_is_two_runs_side_by_side():
+    cell, x, lengths = build("ur_gru"), array(8, BATCH, STEPS, INPUTS), jnp.asarray([STEPS, 1, 4])
+    model = nn.Bidirectional(rg.RNN(cell), rg.RNN(build("ur_gru")), return_carry=True)
+    moved = variables(model, x)
+    (forward, backward), ys = model.apply(moved, x, seq_lengths=lengths)
+    params = moved["params"]
+    xs = jnp.swapaxes(x, 0, 1)
+    runs = [
+        rg.unroll(cell, params[f"{name}_rnn"]["cell"], xs, lengths=lengths, reverse=name == "backward")
+        for name in ("forward", "backward")
+    ]
+    assert_close((forward, backward), (runs[0][0], runs[1][0]), tolerance=1e-14)
+    assert_close(jnp.swapaxes(ys, 0, 1), jnp.concatenate([runs[0][1], runs[1][1]], axis=-1), tolerance=1e-14)
+
+
+def test_a_stack_in_both_directions_with_carry_functions():
+    cells = build("lstm"), build("lstm")
+    stacks = [rg.Stack(cells, carry_fns=(rg.Detach(p=0.5),)) for _ in range(2)]
+    model, x = nn.Bidirectional(*stacks), array(8, BATCH, STEPS, INPUTS)
+    moved = variables(model, x)
+    plain = nn.Bidirectional(*(rg.Stack(cells) for _ in range(2)))
+    ys = model.apply(moved, x, rngs={"carry": jax.random.key(0)})
+    assert_close(ys, plain.apply(moved, x), tolerance=1e-14)
+    assert ys.shape[-1] == 2 * FEATURES
+
+    def slope(model):
+        return jax.grad(lambda moved: model.apply(moved, x, rngs={"carry": jax.random.key(0)}).sum())(moved)
+
+    detached, whole = (jax.tree.leaves(slope(m)) for m in (model, plain))
+    assert max(float(jnp.abs(a - b).max()) for a, b in zip(detached, whole, strict=True)) > 1e-3
+
+
+def test_nn_scan_over_layers():
+    """Three layers as one scanned layer with stacked parameters."""
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return rg.RNN(build("lstm"), name="rnn")(x), None
+
+    scanned = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
+    x = array(8, BATCH, STEPS, FEATURES)
+    moved = randomize(scanned.init(jax.random.key(0), x, None), 3)
+    y, _ = scanned.apply(moved, x, None)
+    for layer in range(3):
+        x, _ = Block().apply(jax.tree.map(lambda leaf, layer=layer: leaf[layer], moved), x, None)
+    assert_close(y, x, tolerance=1e-14)
+
+
+def test_nn_scan_over_time():
+    """The cell itself under Flax's lifted scan, parameters broadcast."""
+    cell, xs = build("gato2"), array(8, STEPS, BATCH, INPUTS)
+    scanned = nn.scan(type(cell), variable_broadcast="params", split_rngs={"params": False})
+    settings = {name: getattr(cell, name) for name in ("f", "g", "param_dtype")}
+    params, start = parameters(cell, INPUTS), cell.initial((BATCH,))
+    out = scanned(FEATURES, **settings).apply({"params": params}, start, xs)
+    assert_close(out, rg.unroll(cell, params, xs), tolerance=1e-13)
+
+
+def test_vmap_over_models_and_over_examples():
+    model, x = rg.RNN(build("ur_gru")), array(8, BATCH, STEPS, INPUTS)
+    lanes = [variables(model, x, seed) for seed in (1, 2)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *lanes)
+    apart = jnp.stack([model.apply(lane, x) for lane in lanes])
+    assert_close(quick_jit(jax.vmap(model.apply, (0, None)))(stacked, x), apart, tolerance=1e-13)
+    assert_close(quick_jit(jax.vmap(model.apply, (None, 0)))(lanes[0], x), apart[0], tolerance=1e-13)
+
+
+def test_the_nnx_bridge():
+    model, x = rg.RNN(build("ur_lstm")), array(8, BATCH, STEPS, INPUTS)
+    bridged = nnx.bridge.ToNNX(model, rngs=nnx.Rngs(0)).lazy_init(x)
+    params = nnx.to_pure_dict(nnx.state(bridged, nnx.Param))
+    expected = model.apply({"params": params}, x)
+    assert_close(bridged(x), expected, tolerance=1e-14)
+    slope = nnx.to_pure_dict(nnx.grad(lambda bridged: jnp.sum(bridged(x) ** 2))(bridged))
+    assert_close(slope, jax.grad(lambda params: jnp.sum(model.apply({"params": params}, x) ** 2))(params))
+
+
+def test_bfloat16_layers():
+    cells = [rg.CELLS["lstm"](8, dtype=jnp.bfloat16), rg.CELLS["gato2"](8, dtype=jnp.bfloat16)]
+    model, x = rg.Stack(cells, return_carry=True), array(8, BATCH, STEPS, INPUTS).astype(jnp.bfloat16)
+    moved = model.init(jax.random.key(0), x)
+    assert {leaf.dtype for leaf in jax.tree.leaves(moved)} == {jnp.dtype(jnp.float32)}
+    carries, ys = model.apply(moved, x)
+    assert ys.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(carries)} == {jnp.dtype(jnp.float32)}
+    exact = rg.Stack([rg.CELLS["lstm"](8), rg.CELLS["gato2"](8)], return_carry=True)
+    exact_carries, _ = exact.apply(moved, x.astype(jnp.float32))
+    assert_close(carries, exact_carries, tolerance=STEPS * 12 * 2.0**-9)  # 12 roundings at 2^-9 a step
+
+
+# Where the randomness of a layer comes from.
+
+
+def test_a_layer_draws_from_its_own_collection():
+    cell, x = build("lstm"), array(8, BATCH, STEPS, INPUTS)
+    model = rg.RNN(cell, carry_fns=(rg.Zoneout(p=0.5),))
+    moved = variables(model, x)
+    one, same, other = (model.apply(moved, x, rngs={"carry": jax.random.key(seed)}) for seed in (0, 0, 1))
+    assert_identical(one, same)
+    assert np.abs(one - other).max() > 1e-3
+    with pytest.raises(ValueError, match="carry"):
+        model.apply(moved, x)
+    mean = model.apply(moved, x, deterministic=True)
+    params, xs = moved["params"]["cell"], jnp.swapaxes(x, 0, 1)
+    expected = rg.unroll(cell, params, xs, carry_fns=model.carry_fns, deterministic=True)[1]
+    assert_close(jnp.swapaxes(mean, 0, 1), expected, tolerance=1e-14)
+    noise = (jnp.asarray(np.random.default_rng(0).random((STEPS, BATCH, FEATURES)) < 0.5),)
+    expected = rg.unroll(cell, params, xs, carry_fns=model.carry_fns, noise=noise)[1]
+    assert_close(jnp.swapaxes(model.apply(moved, x, noise=noise), 0, 1), expected, tolerance=1e-14)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_layers_share_a_draw_or_have_their_own(shared):
+    """Three layers that emit their input plus what they drew."""
+    model = rg.Stack([Identity()] * 3, carry_fns=(reveal(),), shared_noise=shared, return_carry=True)
+    x = jnp.zeros((5, 1, INPUTS))
+    carries, _ = model.apply({}, x, rngs={"carry": jax.random.key(0)})
+    sums = np.stack([carry[:, 0] for carry in carries])
+    first, second, third = np.diff(np.concatenate([np.zeros((1, 5)), sums]), axis=0)
+    if shared:
+        np.testing.assert_allclose([second, third], [first, first], atol=1e-15)
+    else:
+        assert min(np.abs(first - second).min(), np.abs(first - third).min(), np.abs(second - third).min()) > 1e-4
+
+
+def test_layers_may_have_different_carry_functions():
+    model = rg.Stack([Identity()] * 2, carry_fns=[(), (reveal(),)], return_carry=True)
+    carries, _ = model.apply({}, jnp.zeros((5, 1, INPUTS)), rngs={"carry": jax.random.key(0)})
+    np.testing.assert_array_equal(carries[0], 0.0)
+    assert float(jnp.abs(carries[1]).min()) > 0
+
+
+# Stack.
+
+
+@pytest.mark.parametrize("how", [dict(), dict(reverse=True), dict(reverse=True, keep_order=True), dict(time_major=True)], ids=str)
+def test_a_stack_is_its_layers_in_turn(how):
+    cells = build("lstm"), build("ur_gru"), build("gato1")
+    model, x = rg.Stack(cells, return_carry=True, **how), array(8, BATCH, STEPS, INPUTS)
+    x = jnp.swapaxes(x, 0, 1) if how.get("time_major") else x
+    lengths = jnp.asarray([STEPS, 2, 0])
+    moved = variables(model, x)
+    assert sorted(moved["params"]) == ["layers_0", "layers_1", "layers_2"]
+    carries, ys = model.apply(moved, x, seq_lengths=lengths)
+    y = x if how.get("time_major") else jnp.swapaxes(x, 0, 1)
+    reverse = how.get("reverse", False)
+    for index, cell in enumerate(cells):
+        carry, y = rg.unroll(cell, moved["params"][f"layers_{index}"]["cell"], y, lengths=lengths, reverse=reverse)
+        assert_close(carries[index], carry, tolerance=1e-13)
+    y = np.asarray(y)
+    if reverse and not how.get("keep_order"):  # in the order of processing, padding at the end
+        y = np.stack([np.concatenate([y[:n, row][::-1], y[n:, row]]) for row, n in enumerate(lengths.tolist())], axis=1)
+    assert_close(ys if how.get("time_major") else jnp.swapaxes(ys, 0, 1), y, tolerance=1e-13)
+    again, _ = model.apply(moved, x, initial_carry=carries, seq_lengths=jnp.zeros(BATCH, int))
+    assert_identical(again, carries)
+
+
+@pytest.mark.parametrize(("layers", "factors"), [(1, [1.0]), (2, [0.0, 1 / 0.7]), (3, [0.0, 1 / 0.7**2])])
+def test_dropout_is_torchs(layers, factors):
+    """On the output of each layer but the last, rescaled, drawn apart for each step, example and unit."""
+    model = rg.Stack([Identity(features=50)] * layers, dropout=0.3)
+    x = jnp.ones((20, 30, 50))
+    y = np.asarray(model.apply({}, x, rngs={"dropout": jax.random.key(0)}))
+    assert_close(np.unique(np.round(y, 12)), factors)
+    assert_identical(model.apply({}, x, deterministic=True), x)
+    if layers > 1:
+        kept = (y > 0).astype(float)
+        share = 0.7 ** (layers - 1)
+        assert abs(kept.mean() - share) < 4 * np.sqrt(share * (1 - share) / y.size)
+        for a, b in ((kept[1:], kept[:-1]), (kept[:, 1:], kept[:, :-1]), (kept[..., 1:], kept[..., :-1])):
+            assert abs((a * b).mean() - share**2) < 4 * np.sqrt(share**2 / a.size)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: rg.Stack([]), ValueError, "cell"),
+        (lambda: rg.Stack([Identity()], dropout=1.5), ValueError, "dropout"),
+        (lambda: rg.Stack([Identity()] * 2, carry_fns=[()] * 3).apply({}, jnp.zeros((1, 2, 2))), ValueError, "3"),
+        (lambda: rg.Stack([Identity()] * 2).apply({}, jnp.zeros((1, 2, 2)), initial_carry=(0,)), ValueError, "initial_carry"),
+        (lambda: rg.RNN(Identity()).apply({}, jnp.zeros(2)), ValueError, "time"),
+        (lambda: rg.RNN(nn.LSTMCell(2)).init(jax.random.key(0), jnp.zeros((1, 2, 2))), TypeError, "FlaxCell"),
+        (lambda: rg.RNN(Identity(), variable_axes={"params": 0}), ValueError, "variable_axes"),
+    ],
+)
+def test_wrong_use_is_one_sentence(make, error, words):
+    with pytest.raises(error, match=words) as raised:
+        make()
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,216 @@
+"""What is shipped: imports that go downwards, one version number, a wheel of the library alone."""
+
+import ast
+import configparser
+import email
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import recurrent_gates
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = "recurrent_gates"
+VERSION = recurrent_gates.__version__
+
+# A module imports from the lines above its own.
+ORDER = (
+    {"version", "shapes"},
+    {"initializers", "carry"},
+    {"gates"},
+    {"base"},
+    {"gato", "scan"},
+    {"cells", "backends", "backends.fused"},
+    {"layers", "interop"},
+    {"testing", "analysis", "gate_theory"},
+    {"desiderata"},
+    {""},  # __init__.py: the public names
+)
+# The driver finds its backends when it runs, since they are written in terms of it.
+LATE = {("scan", "backends.fused")}
+OUTSIDE = {"jax", "flax", "numpy"} | set(sys.stdlib_module_names)
+
+
+def files(package):
+    """{dotted name inside the package: path}; the package itself is ""."""
+    found = {}
+    for path in sorted((ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT / package).with_suffix("").parts
+        found[".".join(parts).removesuffix("__init__").removesuffix(".")] = path
+    return found
+
+
+MODULES = files(LIBRARY)
+
+
+def imports(path):
+    """(dotted name, whether inside a function) of everything that a file imports."""
+    tree = ast.parse(path.read_text())
+    late = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} imports relatively"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            yield name, id(node) in late
+
+
+def module_of(name):
+    """The library's module that an imported dotted name is, or is in."""
+    inside = name.partition(".")[2]
+    while inside not in MODULES:
+        inside = inside.rpartition(".")[0]
+    return inside
+
+
+def height(module):
+    (found,) = [i for i, line in enumerate(ORDER) if module in line]
+    return found
+
+
+def test_every_module_has_a_place_in_the_order():
+    assert set(MODULES) <= set().union(*ORDER)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_library_imports_downwards_only(module):
+    for name, late in imports(MODULES[module]):
+        if name.partition(".")[0] != LIBRARY:
+            continue
+        imported = module_of(name)
+        if late:
+            assert (module, imported) in LATE, f"{module} imports {name} inside a function"
+        else:
+            assert height(imported) < height(module), f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_library_needs_jax_flax_and_numpy_only(module):
+    for name, _ in imports(MODULES[module]):
+        top = name.partition(".")[0]
+        assert top in OUTSIDE | {LIBRARY}, f"{module} imports {name}"
+        private = [part for part in name.split(".") if re.match(r"_(?!_)", part)]
+        assert not private or top == LIBRARY, f"{module} imports the private {name}"
+
+
+@pytest.mark.parametrize("package", ["experiments", "examples"])
+def test_programs_read_the_public_api_only(package):
+    public = {"", "analysis", "desiderata", "gate_theory", "initializers", "interop", "testing"}
+    for module, path in files(package).items():
+        for name, _ in imports(path):
+            if name.partition(".")[0] != LIBRARY:
+                continue
+            last = name.rpartition(".")[2]
+            assert module_of(name) in public, f"{package}.{module} imports {name}"
+            assert not last.startswith("_"), f"{package}.{module} imports {name}"
+            if module_of(name) == "" and name != LIBRARY:
+                assert last in recurrent_gates.__all__, f"{package}.{module} imports {name}"
+
+
+# The version
+
+
+def test_one_version_number():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert setup["metadata"]["version"] == "attr: recurrent_gates.version.__version__"
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert re.findall(r"^version: (.*)$", citation, re.MULTILINE) == [VERSION]
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## (\S+)", changelog, re.MULTILINE)[0] == VERSION
+
+
+# The wheel
+
+
+def builds_offline():
+    """Whether this environment has the setuptools that pyproject.toml asks for."""
+    try:
+        installed = importlib.metadata.version("setuptools")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    (least,) = re.findall(r"setuptools>=(\d+)", (ROOT / "pyproject.toml").read_text())
+    return int(installed.partition(".")[0]) >= int(least)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of a copy of the clone; nothing is written into the clone itself."""
+    clone, out = tmp_path_factory.mktemp("clone") / "clone", tmp_path_factory.mktemp("dist")
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs")
+    shutil.copytree(ROOT, clone, ignore=left_out)
+    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(out)]
+    if builds_offline():
+        command.append("--no-isolation")
+    done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = out.iterdir()
+    return path
+
+
+def metadata(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        return email.message_from_bytes(archive.read(name))
+
+
+def test_wheel_holds_the_library_alone(wheel):
+    assert wheel.name == f"recurrent_gates-{VERSION}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    about = {name for name in names if name.startswith(f"{LIBRARY}-{VERSION}.dist-info/")}
+    sources = {str(path.relative_to(ROOT)) for path in MODULES.values()}
+    assert names - about == sources | {f"{LIBRARY}/py.typed"}
+    assert any(name.endswith("LICENSE") for name in about)
+
+
+def test_wheel_says_what_it_is(wheel):
+    about = metadata(wheel)
+    assert about["Version"] == VERSION
+    assert "Apache-2.0" in (about["License"], about["License-Expression"])
+    assert about["Requires-Python"] == ">=3.11"
+    assert about["Description-Content-Type"] == "text/markdown"
+    needs = [line for line in about.get_all("Requires-Dist") if "extra ==" not in line]
+    assert {re.match(r"[\w-]+", line)[0] for line in needs} == {"jax", "flax"}
+    assert {"experiments", "test", "cuda", "tpu"} <= set(about.get_all("Provides-Extra"))
+
+
+def test_wheel_imports_from_another_directory(wheel, tmp_path):
+    place = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(place)
+    program = (
+        f"import sys; sys.path.insert(0, {str(place)!r})\n"
+        "import jax, jax.numpy as jnp, recurrent_gates as rg\n"
+        "from recurrent_gates import initializers, interop, testing\n"
+        "from recurrent_gates.backends import fused\n"
+        "cell = rg.GRU(2)\n"
+        "params = cell.init_params(jax.random.key(0), 1)\n"
+        "ys = rg.unroll(cell, params, jnp.ones((3, 1, 1)), backend='fused')[1]\n"
+        "assert jnp.isfinite(ys).all()\n"
+        "print(rg.__file__, rg.__version__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(place / LIBRARY / "__init__.py"), VERSION]

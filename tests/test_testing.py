@@ -1,0 +1,119 @@
+"""The conformance suite: it passes every cell here and a short one of the user's, and catches broken ones."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+
+import recurrent_gates as rg
+from recurrent_gates.testing import check_cell
+
+
+class Leaky(rg.Cell):
+    """A user's own cell: three methods."""
+
+    features: int = 4
+
+    def init_params(self, key, in_features):
+        return {"w": 0.5 * jax.random.normal(key, (in_features, self.features))}
+
+    def initial(self, batch_shape):
+        return jnp.zeros((*batch_shape, self.features))
+
+    def step(self, params, carry, z_t):
+        return 0.9 * carry + 0.1 * jnp.tanh(z_t @ params["w"])
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "rnn", "janet", "ur_lstm", "om_gru", "gato1", "gato2"])
+def test_every_kind_of_cell_conforms(name):
+    check_cell(rg.CELLS[name](4))
+
+
+def test_a_users_own_cell_conforms():
+    check_cell(Leaky())
+
+
+def test_a_foreign_cell_conforms():
+    check_cell(rg.FlaxCell(nn.GRUCell(4)))
+
+
+def variant(**methods):
+    """A broken Leaky: some of its members replaced."""
+    return type("Broken", (Leaky,), {"__annotations__": {}, **methods})
+
+
+@jax.custom_vjp
+def wrong_tanh(x):
+    return jnp.tanh(x)
+
+
+wrong_tanh.defvjp(lambda x: (jnp.tanh(x), x), lambda x, d: (2.0 * d,))
+
+
+def forgets_the_type(self, params, carry, z_t):
+    return Leaky.step(self, params, carry, z_t).astype(jnp.bfloat16)
+
+
+def half_initial(self, batch_shape):
+    return jnp.zeros((*batch_shape, self.features), jnp.bfloat16)
+
+
+def looks_around(self, params, x):
+    return x - x.mean(axis=0, keepdims=True)  # over time, when there is time
+
+
+def mixes_the_batch(self, params, carry, z_t):
+    return Leaky.step(self, params, carry, z_t) + carry.mean(axis=0, keepdims=True)
+
+
+def wrong_slope(self, params, carry, z_t):
+    return 0.9 * carry + 0.1 * wrong_tanh(z_t @ params["w"])
+
+
+def overflows(self, params, carry, z_t):
+    inner = z_t @ params["w"]
+    return 0.9 * carry + 0.1 * inner / jnp.sqrt(1 + jnp.exp(inner**2))
+
+
+def one_array(self, key, in_features):
+    return jax.random.normal(key, (in_features, self.features))
+
+
+def changes_its_carry(self, params, carry, z_t):
+    return (Leaky.step(self, params, carry, z_t),)
+
+
+BROKEN = {
+    "its carry changes its type": (dict(step=forgets_the_type), "carry"),
+    "its carry changes its structure": (dict(step=changes_its_carry), "carry"),
+    "its carry is half precision": (
+        dict(initial=half_initial, step=lambda self, p, c, z: Leaky.step(self, p, c.astype(jnp.float32), z).astype(c.dtype)),
+        "float32",
+    ),
+    "its projection looks around in time": (dict(project=looks_around), "project|time|step"),
+    "its step mixes examples": (dict(step=mixes_the_batch), "vmap|batch|padding|loop"),
+    "its gradient is wrong": (dict(step=wrong_slope), "gradient"),
+    "its gradient overflows": (dict(step=overflows), "finite"),
+    "its parameters are no dict": (dict(init_params=one_array), "dict"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_broken_cell_is_told_in_one_sentence(fault):
+    members, words = BROKEN[fault]
+    with pytest.raises(AssertionError, match=words) as error:
+        check_cell(variant(**members)())
+    assert "Broken" in str(error.value)
+
+
+def test_settings_must_hash():
+    class Holding(Leaky):
+        values: object = None
+
+    with pytest.raises(AssertionError, match="hash"):
+        check_cell(Holding(values=jnp.ones(3)))
+
+
+def test_only_cells_are_checked():
+    with pytest.raises(AssertionError, match="Cell"):
+        check_cell(nn.GRUCell(4))

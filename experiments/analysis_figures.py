@@ -72,12 +72,12 @@ def criteria(
     """
     plt = _pyplot()
     with plt.rc_context(_STYLE):
-        figure, axes = plt.subplots(figsize=(8.8, 2.9))
+        figure, axes = plt.subplots(figsize=(9.2, 2.9))
         figure.subplots_adjust(left=0.015, right=0.985, top=0.86, bottom=0.02)
         axes.axis("off")
         axes.set_xlim(0, 1)
         axes.set_ylim(-len(results) + 0.45, 0.75)
-        columns = (0.0, 0.43, 0.735, 0.75, 0.85, 0.94)
+        columns = (0.0, 0.41, 0.705, 0.72, 0.815, 0.915)
         heads = ("criterion", "measured, the worst draw", "", "limit", "expected", "verdict")
         for x, head in zip(columns, heads, strict=True):
             axes.text(x, 0.35, head, weight="bold", va="center")
@@ -114,11 +114,12 @@ def gradient_paths(
     title: str,
     path: Path,
 ) -> None:
-    """Norms of d carry_T / d carry_t against the gap, one panel above another set of lines.
+    """Norms of d carry_T / d carry_t against the gap, panels side by side.
 
     Args:
-      panels: ``{panel: {path: log10 norms [draws, T + 1]}}``: median and range over draws.
-      extras: the same, dashed and thin, for bounds; lines may be shorter and end at the gap T.
+      panels: ``{panel: {path: log10 norms [draws, T + 1]}}``: median and range over draws;
+        the first path is that of all together.
+      extras: the same, dashed and thin, for bounds: medians.
       title: what was measured.
       path: of the PNG.
     """
@@ -128,21 +129,26 @@ def gradient_paths(
             1, len(panels), figsize=(4.6 * len(panels), 3.9), sharey=True, constrained_layout=True
         )
         row = np.atleast_1d(row)
-        tops = []
+        extent: list[float] = []
         for axes, (name, lines) in zip(row, panels.items(), strict=True):
             for index, (label, table) in enumerate(lines.items()):
-                tops.append(_band(axes, table, label, _COLOURS[index % len(_COLOURS)], "-"))
+                # All paths together lie under the others, wide enough to be seen beneath one.
+                width = 1.8 if index or len(lines) == 1 else 4.5
+                colour = _COLOURS[index % len(_COLOURS)]
+                extent += _band(axes, table, label, colour, "-", width)
             for index, (label, table) in enumerate(extras.get(name, {}).items()):
                 colour = (_GREY, "#edae49", "#6a4c93")[index % 3]
-                _band(axes, table, label, colour, "--" if index % 2 == 0 else ":", fill=False)
+                style = "--" if index % 2 == 0 else ":"
+                _band(axes, table, label, colour, style, 1.3, fill=False)
             axes.set_yscale("log")
             axes.set_title(name, loc="left")
             axes.set_xlabel("gap T - t, steps")
             axes.axhline(1, color="0.6", linewidth=0.8, zorder=0)
             axes.grid(alpha=0.25, linewidth=0.6)
             axes.set_xlim(0, max(table.shape[-1] for table in lines.values()) - 1)
-        top = max(tops)
-        row[0].set_ylim(_FLOOR, 10 ** (np.ceil(np.log10(top)) + 2))
+        shown_values = [value for value in extent if value > 0]
+        low = max(min(shown_values), _FLOOR)
+        row[0].set_ylim(low / 10, 100 * max(shown_values))
         row[0].set_ylabel("|d state$_T$ / d state$_t$|, spectral norm")
         handles, labels = row[0].get_legend_handles_labels()
         figure.legend(
@@ -153,9 +159,15 @@ def gradient_paths(
 
 
 def _band(
-    axes: Any, table: np.ndarray, label: str, colour: str, style: str, fill: bool = True
-) -> float:
-    """Median and range over draws; gaps end at the same T. Returns the largest value drawn."""
+    axes: Any,
+    table: np.ndarray,
+    label: str,
+    colour: str,
+    style: str,
+    width: float,
+    fill: bool = True,
+) -> tuple[float, float]:
+    """Median and range over draws. Returns the least and the greatest value drawn."""
     with np.errstate(over="ignore"):
         values = 10.0 ** np.clip(np.asarray(table, float), -300, 300)
     gaps = np.arange(values.shape[-1])
@@ -164,14 +176,15 @@ def _band(
         np.median(values, axis=0),
         style,
         color=colour,
-        linewidth=1.8 if fill else 1.3,
+        linewidth=width,
+        alpha=0.55 if width > 4 else 1,
         label=label,
     )
     if fill:
         axes.fill_between(
             gaps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.18, linewidth=0
         )
-    return float(values.max())
+    return float(values.min()), float(values.max())
 
 
 def gate_histograms(means: Mapping[str, np.ndarray], title: str, path: Path) -> None:
@@ -199,7 +212,7 @@ def gate_histograms(means: Mapping[str, np.ndarray], title: str, path: Path) -> 
                 linewidth=0.3,
             )
             axes.set_xlim(-1 if signed else 0, 1)
-            axes.set_title(f"gate {name}", loc="left")
+            axes.set_title("candidate u" if name == "u" else f"gate {name}", loc="left")
             axes.set_xlabel("mean activation of a unit")
         np.atleast_1d(row)[0].set_ylabel("units")
         _heading(figure, title)
@@ -283,17 +296,17 @@ def refine_gate(path: Path) -> None:
         _draw_gradient_bounds(d)
         for axes in (a, b, d):
             axes.grid(alpha=0.25, linewidth=0.6)
-        _heading(figure, "The refine gate  ·  g = f + α(f) (2r - 1)")
+        _heading(figure, r"The refine gate  ·  g = f + $\alpha$(f) (2r - 1)")
         _save(figure, path)
 
 
 def _draw_band(axes: Any) -> None:
     f = np.linspace(0, 1, 401)
-    axes.plot(f, gate_theory.band(f), color=_BLUE, linewidth=1.8, label="α(f) = f (1 - f)")
+    axes.plot(f, gate_theory.band(f), color=_BLUE, linewidth=1.8, label=r"$\alpha$(f) = f (1 - f)")
     # What f itself leaves room for: g may not leave [0, 1].
     axes.plot(f, np.minimum(f, 1 - f), color=_GREY, linestyle="--", label="min(f, 1 - f)")
     axes.set_title("a  band", loc="left")
-    axes.set(xlabel="forget gate f", ylabel="α(f)", xlim=(0, 1), ylim=(0, 0.52))
+    axes.set(xlabel="forget gate f", ylabel=r"$\alpha$(f)", xlim=(0, 1), ylim=(0, 0.52))
     axes.legend(fontsize=9)
 
 

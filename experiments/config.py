@@ -35,6 +35,7 @@ class ModelConfig:
       lambda_: GATO's decay rate.
       embedding: width of the token embedding; only with ``inputs="embed"``.
       decoder: widths of the decoder's ReLU layers.
+      dropout: probability of dropping a unit of these layers in training.
       dtype: ``"float32"`` or ``"bfloat16"``: of the computation; parameters and state are
         float32 in both.
       backend: how the recurrence is computed; the mathematics are the same.
@@ -52,6 +53,7 @@ class ModelConfig:
     lambda_: float | None
     embedding: int
     decoder: tuple[int, ...]
+    dropout: float
     dtype: str
     backend: str
 
@@ -162,6 +164,7 @@ class Config:
             for name, value in settings.items()
         }
         del flat["model.backend"]
+        flat.pop("task.data_dir", None)
         if not self.schedule_needs_length:
             del flat["training.steps"]
         return flat
@@ -202,6 +205,8 @@ class Config:
                 f"--detach_off_steps={carry.detach_off_steps} leaves no step of "
                 f"{training.steps} to detach in."
             )
+        if not 0 <= self.model.dropout < 1:
+            raise UserError(f"--dropout is a probability below 1, got {self.model.dropout:g}.")
         backends = [backend.value for backend in rg.Backend]
         if self.model.backend not in backends:
             raise UserError(f"--backend is one of {', '.join(backends)}, got {self.model.backend}.")

@@ -27,13 +27,11 @@ def learning_curve(config: Config, work: Workdir, say: Callable[[str], None]) ->
       say: is told if matplotlib is missing.
     """
     try:
-        import matplotlib
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
     except ImportError:
         say("matplotlib is not installed: no figure is drawn.")
         return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     rows = list(read_rows(work.metrics))
     metric = config.task.metrics[0]
     watched = next(name for name, value in rows[-1].items() if isinstance(value, dict))
@@ -42,10 +40,9 @@ def learning_curve(config: Config, work: Workdir, say: Callable[[str], None]) ->
     score = _table([row[watched][metric.name] for row in rows])
 
     style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10}
-    with plt.rc_context(style):
-        figure, (above, below) = plt.subplots(
-            2, 1, figsize=(6.4, 5.6), sharex=True, constrained_layout=True
-        )
+    with rc_context(style):
+        figure = Figure(figsize=(6.4, 5.6), layout="constrained")
+        above, below = figure.subplots(2, 1, sharex=True)
         _curves(above, config, examples, loss)
         _curves(below, config, examples, score)
         for axes, shown in ((above, "loss"), (below, metric.name)):
@@ -67,7 +64,6 @@ def learning_curve(config: Config, work: Workdir, say: Callable[[str], None]) ->
         path = work.path / "figures" / "learning_curve.png"
         path.parent.mkdir(exist_ok=True)
         figure.savefig(path, dpi=160)
-        plt.close(figure)
 
 
 def _table(values: list[list[float | None]]) -> np.ndarray:

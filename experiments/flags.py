@@ -11,14 +11,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from absl import app, flags, logging
 from absl.flags import FlagValues
 
 Define = Callable[[FlagValues], None]
+Start = Callable[[str, dict[str, Any]], None]
 
-_HELP = {"--help", "-help", "-h", "-?", "--helpshort", "--helpfull"}
+HELP = {"--help", "-help", "-h", "-?", "--helpshort", "--helpfull"}
 
 
 def define_shared(values: FlagValues) -> None:
@@ -90,17 +91,22 @@ def _defined(define: Define) -> FlagValues:
 
 def help_text(task: str, define: Define) -> str:
     """What ``--help`` prints."""
-    values = _defined(define)
-    lines = [f"usage: python -m experiments.{task} [--flag=value ...]", ""]
+    usage = f"usage: python -m experiments.{task} [--flag=value ...]"
+    return "\n".join([usage, "", *help_lines(_defined(define))])
+
+
+def help_lines(values: FlagValues) -> list[str]:
+    """What ``--help`` prints about flags, two lines for each."""
+    lines = []
     for name in values:
         flag = values[name]
         choices = getattr(flag.parser, "enum_values", None)
         value = "" if flag.boolean else f"={'|'.join(choices) if choices else name.upper()}"
         lines += [f"  --{name}{value}", f"      {flag.help}"]
-    return "\n".join(lines)
+    return lines
 
 
-def main(task: str, define: Define = lambda values: None) -> None:
+def main(task: str, define: Define = lambda values: None, begin: Start | None = None) -> None:
     """The main function of a binary: parses the command line, then describes or trains.
 
     Exits with 2 and one sentence on standard error where a wish cannot be met.
@@ -108,11 +114,12 @@ def main(task: str, define: Define = lambda values: None) -> None:
     Args:
       task: the binary's name.
       define: defines the flags that only this binary has.
+      begin: what the binary does with its flags; None: ``start``.
     """
 
     def flags_parser(argv: Sequence[str]) -> dict[str, Any]:
         flags.FLAGS(argv[:1])  # absl's own stay at their defaults
-        if _HELP & set(argv[1:]):
+        if HELP & set(argv[1:]):
             print(help_text(task, define))
             sys.exit(0)
         try:
@@ -120,9 +127,9 @@ def main(task: str, define: Define = lambda values: None) -> None:
         except flags.UnrecognizedFlagError as error:
             near = difflib.get_close_matches(error.flagname, _defined(define), n=3)
             hint = f"did you mean {' or '.join(f'--{name}' for name in near)}?"
-            _fail(task, f"There is no flag --{error.flagname}; {hint if near else 'see --help.'}")
+            fail(task, f"There is no flag --{error.flagname}; {hint if near else 'see --help.'}")
         except flags.Error as error:
-            _fail(task, str(error))
+            fail(task, str(error))
 
     def body(given: dict[str, Any]) -> None:
         logging.set_verbosity(logging.WARNING)
@@ -130,16 +137,17 @@ def main(task: str, define: Define = lambda values: None) -> None:
         from experiments.config import UserError
 
         try:
-            start(task, given)
+            (begin or start)(task, given)
         except UserError as error:
-            _fail(task, str(error))
+            fail(task, str(error))
         except KeyboardInterrupt:
-            _fail(task, "interrupted; the same command goes on from the last checkpoint.", 130)
+            fail(task, "interrupted; the same command goes on from the last checkpoint.", 130)
 
     app.run(body, flags_parser=flags_parser)
 
 
-def _fail(task: str, sentence: str, code: int = 2) -> NoReturn:
+def fail(task: str, sentence: str, code: int = 2) -> NoReturn:
+    """Ends a binary with a sentence on standard error."""
     print(f"experiments.{task}: {sentence}", file=sys.stderr)
     sys.exit(code)
 
@@ -153,17 +161,24 @@ def use_all_cores() -> None:
         os.environ["XLA_FLAGS"] = f"{given} {option}={cores}".strip()
 
 
-def start(task: str, given: dict[str, Any]) -> None:
-    """Describes or trains.
+class Wish(NamedTuple):
+    """What a command line asks for: settings beside a protocol, what to do and where."""
+
+    protocol: str
+    settings: dict[str, Any]
+    describe: bool
+    workdir: str | None
+
+
+def read(given: dict[str, Any]) -> Wish:
+    """The wish that flags express.
 
     Args:
-      task: a binary's name.
       given: flags by name, as ``parse`` returns them.
 
     Raises:
-      UserError: if a wish cannot be met.
+      UserError: if a list is not one of numbers.
     """
-    from experiments import protocols, train
     from experiments.config import UserError
 
     settings = dict(given)
@@ -180,9 +195,25 @@ def start(task: str, given: dict[str, Any]) -> None:
             raise UserError(f"--learning_rates is a list of numbers, got {rates!r}.") from None
     if "lambda" in settings:
         settings["lambda_"] = settings.pop("lambda")
-    config = protocols.resolve(task, protocol, settings)
-    if describe:
+    return Wish(protocol, settings, describe, workdir)
+
+
+def start(task: str, given: dict[str, Any]) -> None:
+    """Describes or trains.
+
+    Args:
+      task: a binary's name.
+      given: flags by name, as ``parse`` returns them.
+
+    Raises:
+      UserError: if a wish cannot be met.
+    """
+    from experiments import protocols, train
+
+    wish = read(given)
+    config = protocols.resolve(task, wish.protocol, wish.settings)
+    if wish.describe:
         print(json.dumps(train.describe(config), indent=2))
         return
-    default = os.path.join("runs", task, f"{config.model.cell}-{protocol}-{config.hash()}")
-    train.run(config, workdir or default)
+    default = os.path.join("runs", task, f"{config.model.cell}-{wish.protocol}-{config.hash()}")
+    train.run(config, wish.workdir or default)

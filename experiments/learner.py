@@ -17,8 +17,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.config import Config, UserError, build_cell
+from experiments.models import dropout_masks
 from experiments.optimizers import Halving, adam
-from experiments.tasks import Batch
+from experiments.tasks import Batch, FromFiles
 from recurrent_gates import (
     RNN,
     Damp,
@@ -32,7 +33,8 @@ from recurrent_gates import (
 Scores = dict[str, jax.Array]
 
 _AXIS = "batch"
-_EVALUATION_ROWS = 256  # examples evaluated at a time: bounds the memory
+_EVALUATION_ROWS = 256  # most examples evaluated at a time, and
+_EVALUATION_STEPS = 2**18  # most of their steps together: bounds the memory
 
 
 class Lane(NamedTuple):
@@ -106,6 +108,7 @@ class Learner:
             Lane(jnp.int32(seed), jnp.float32(rate)) for seed, rate in config.training.lanes
         ]
         self._data = jax.eval_shape(self._task.load)
+        self._from_files: Any = None
         self._sets = jax.eval_shape(self._task.held_out, self._data)
         self.watched = "validation" if "validation" in self._sets else "held_out"
         # One compilation serves every number of steps, seed and rate: all of them are arguments.
@@ -139,11 +142,12 @@ class Learner:
         }
 
     def check(self) -> None:
-        """Traces a step, without compiling.
+        """Reads the task's files, if it has any, and traces a step, without compiling.
 
         Raises:
-          UserError: if the chosen backend cannot serve the model.
+          UserError: if files are missing or damaged, or the chosen backend cannot serve the model.
         """
+        self._arrays()
         try:
             self._advance_jit.trace(*self._advance_arguments(self.shapes(), 0, 1))
         except (ValueError, NotImplementedError) as error:
@@ -151,10 +155,14 @@ class Learner:
                 raise
             raise UserError(f"--backend={self._config.model.backend}: {error}") from error
 
+    def load(self) -> None:
+        """Loads the data: after this, states can be scored."""
+        self._data, self._from_files = self.place(self._arrays()), None
+        self._sets = self.place(jax.jit(self._task.held_out)(self._data))
+
     def prepare(self) -> None:
         """Loads the data and compiles ``advance``."""
-        self._data = self.place(jax.jit(self._task.load)())
-        self._sets = self.place(jax.jit(self._task.held_out)(self._data))
+        self.load()
         arguments = self._advance_arguments(self.shapes(), 0, 1)
         self._advance_compiled = self._advance_jit.lower(*arguments).compile()
 
@@ -186,6 +194,14 @@ class Learner:
         if self._config.training.patience and state.best is not None:
             stopped |= np.atleast_1d(state.best.stale) >= self._config.training.patience
         return stopped
+
+    def _arrays(self) -> Any:
+        """The task's arrays, its files read once."""
+        if not isinstance(self._task, FromFiles):
+            return jax.jit(self._task.load)()
+        if self._from_files is None:
+            self._from_files = self._task.read()
+        return self._from_files
 
     # Lanes and devices.
 
@@ -262,8 +278,10 @@ class Learner:
                 fns.append(Zoneout(jnp.float32(p_old), field))
         return tuple(fns)
 
-    def _outputs(self, params: Any, inputs: jax.Array, carry_fns: Any, noise: Any) -> jax.Array:
-        outputs = self._module.apply({"params": params}, inputs, carry_fns, noise)
+    def _outputs(
+        self, params: Any, inputs: jax.Array, carry_fns: Any, noise: Any, *masks: jax.Array
+    ) -> jax.Array:
+        outputs = self._module.apply({"params": params}, inputs, carry_fns, noise, *masks)
         assert isinstance(outputs, jax.Array)
         return outputs
 
@@ -287,10 +305,12 @@ class Learner:
         carry_fns = self._carry_fns(step)
         noise_key = jax.random.fold_in(_key(lane, 2), step)
         noise = draw_noise(carry_fns, noise_key, len(batch.inputs), (size,))
-        batch, noise = self._rows((batch, noise), size)
+        model, masks_key = self._config.model, jax.random.fold_in(_key(lane, 3), step)
+        masks = dropout_masks(masks_key, model.dropout, model.decoder, size)
+        batch, noise, masks = self._rows((batch, noise, masks), size)
 
         def loss_of(params: Any) -> jax.Array:
-            outputs = self._outputs(params, batch.inputs, carry_fns, noise)
+            outputs = self._outputs(params, batch.inputs, carry_fns, noise, *masks)
             return self._task.score(outputs, batch)["loss"].mean()
 
         loss, gradients = jax.lax.pmean(jax.value_and_grad(loss_of)(state.params), _AXIS)
@@ -323,7 +343,8 @@ class Learner:
         if examples % self._mesh.size == 0:
             batch = self._rows(batch, examples)
             examples //= self._mesh.size
-        rows = max(n for n in range(1, _EVALUATION_ROWS + 1) if examples % n == 0)
+        most = max(1, min(_EVALUATION_ROWS, _EVALUATION_STEPS // len(batch.inputs)))
+        rows = max(n for n in range(1, most + 1) if examples % n == 0)
 
         def score(part: Batch) -> Scores:
             outputs = self._outputs(params, part.inputs, self._carry_fns(None), None)
@@ -355,5 +376,5 @@ class Learner:
 
 
 def _key(lane: Lane, purpose: int) -> jax.Array:
-    """A lane's key for its parameters (0), its data (1) or its noise (2); rates share them."""
+    """A lane's key for parameters (0), data (1), noise (2) or dropout (3); rates share them."""
     return jax.random.fold_in(jax.random.key(lane.seed), purpose)

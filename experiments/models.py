@@ -36,22 +36,50 @@ class TokenEncoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Linear layers with ReLU between them, ``[..., F]`` -> float32 ``[..., widths[-1]]``."""
+    """Linear layers with ReLU between them, ``[..., F]`` -> float32 ``[..., widths[-1]]``.
+
+    Masks, if given, are factors on the hidden layers; see ``dropout_masks``.
+    """
 
     widths: Sequence[int]
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, *masks: jax.Array) -> jax.Array:
         x = x.astype(jnp.float32)
         for index, width in enumerate(self.widths):
             if index:
                 x = nn.relu(x)
+                x = x * masks[index - 1] if masks else x
             x = nn.Dense(
                 width,
                 kernel_init=torch_linear_kernel,
                 bias_init=torch_linear_bias(x.shape[-1]),
             )(x)
         return x
+
+
+def dropout_masks(
+    key: jax.Array, rate: float, widths: Sequence[int], size: int
+) -> tuple[jax.Array, ...]:
+    """Factors on hidden layers, zero with probability ``rate`` and else such that their mean is 1.
+
+    Args:
+      key: a PRNG key.
+      rate: probability of dropping a unit; 0: no masks.
+      widths: of the hidden layers.
+      size: examples; each has its own mask, the same at every step.
+
+    Returns:
+      One array float32 ``[1, size, width]`` for each hidden layer, or none.
+    """
+    if not rate:
+        return ()
+    keys = jax.random.split(key, max(1, len(widths)))
+    kept = [
+        jax.random.bernoulli(key, 1 - rate, (1, size, width))
+        for key, width in zip(keys, widths, strict=False)
+    ]
+    return tuple(mask.astype(jnp.float32) / jnp.float32(1 - rate) for mask in kept)
 
 
 class SequenceModel(nn.Module):
@@ -70,7 +98,11 @@ class SequenceModel(nn.Module):
     outputs: int
 
     def __call__(
-        self, inputs: jax.Array, carry_fns: Sequence[Any] = (), noise: Sequence[Any] | None = None
+        self,
+        inputs: jax.Array,
+        carry_fns: Sequence[Any] = (),
+        noise: Sequence[Any] | None = None,
+        *masks: jax.Array,
     ) -> jax.Array:
         """Outputs of the last steps; carry functions without noise act in their mean form.
 
@@ -78,6 +110,7 @@ class SequenceModel(nn.Module):
           inputs: ``[T, B, ...]``.
           carry_fns: see ``recurrent_gates.RNN``.
           noise: one entry for each carry function, or None.
+          *masks: of the decoder.
 
         Returns:
           ``[outputs, B, ...]``.
@@ -85,4 +118,4 @@ class SequenceModel(nn.Module):
         ys = self.recurrent(
             self.encoder(inputs), carry_fns=carry_fns, noise=noise, deterministic=noise is None
         )
-        return self.decoder(ys[-self.outputs :])
+        return self.decoder(ys[-self.outputs :], *masks)

@@ -20,7 +20,11 @@ from experiments.config import (
     UserError,
     bare_cell,
 )
+from experiments.derived import Depends, Epochs, Same, in_steps, without_dependence
+from experiments.tasks.adding import AddingTask
 from experiments.tasks.copy import CopyTask
+from experiments.tasks.forgetting import ForgettingTask
+from experiments.tasks.pixels import PixelsTask
 from recurrent_gates import GATO
 
 
@@ -51,7 +55,7 @@ _GATO_CELL = {
     "s_update": Sourced("accumulate", "GATO 4.1"),
 }
 _GATES = {
-    "downsize": Sourced(16, "UR D: C = 16 for the synthetic tasks"),
+    "downsize": Sourced(16, "UR D: C = 16 for the synthetic tasks and the images"),
     "tmax": Sourced("hidden_size", "ours: UR B.3 says proportional to the hidden size"),
 }
 _LIBRARY_CELL = {
@@ -70,7 +74,7 @@ _HDETACH_CELL = {
 _ANY = {
     "seed": Sourced(0, "ours: the first seed is arbitrary"),
     "seeds": Sourced(1, "ours: the papers run three and more, one is quicker; see --seeds"),
-    "clip_value": Sourced(0.0, "none in any of the papers' copy experiments"),
+    "clip_value": Sourced(0.0, "none in any of the papers' synthetic tasks"),
     "weight_decay": Sourced(0.0, "GATO B.6: none in experiment 1; none in UR and h-detach"),
     "halve_every": Sourced(0, "GATO B.3: a rule of experiment 2 alone"),
     "patience": Sourced(0, "ours: every paper trains for a given time"),
@@ -80,8 +84,9 @@ _ANY = {
     "detach_per_example": Sourced(False, "h-detach code: one draw per step for the batch"),
     "detach_off_steps": Sourced(0, "h-detach: not in the paper; the later code has 39 epochs"),
     "damp_prob": Sourced(0.0, "ours: off; the expectation of h-detach, its Corollary 1"),
-    "zoneout_c": Sourced(0.0, "none in any of the papers' copy experiments"),
-    "zoneout_h": Sourced(0.0, "none in any of the papers' copy experiments"),
+    "zoneout_c": Sourced(0.0, "none in any of the papers' synthetic tasks"),
+    "zoneout_h": Sourced(0.0, "none in any of the papers' synthetic tasks"),
+    "dropout": Sourced(0.0, "none but beside zoneout in UR D.2"),
     "dtype": Sourced("float32", "the papers' frameworks default to it"),
     "backend": Sourced("auto", "ours: the fastest form of the same mathematics"),
 }
@@ -175,7 +180,188 @@ COPY = {
     ),
 }
 
-_TASKS: dict[str, tuple[Any, Mapping[str, Protocol]]] = {"copy": (CopyTask, COPY)}
+TRANSFER_COPY = {
+    "hdetach": COPY["hdetach"],
+    "small": COPY["hdetach"]._replace(
+        settings={
+            **COPY["hdetach"].settings,
+            "tokens": Sourced(5, "ours: h-detach's task at a size that two cores learn in minutes"),
+            "length": Sourced(20, "ours: as tokens"),
+            "inputs": Sourced("one_hot", "ours: learnt sooner than from the raw number"),
+            "sequences": Sourced(0, "ours: as tokens"),
+            "held_out_sequences": Sourced(1000, "ours: a standard error below half a percent"),
+            "hidden_size": Sourced(64, "ours: as tokens"),
+            "steps": Sourced(25_000, "ours: as tokens; the plain LSTM needs 20,000"),
+            "batch_size": Sourced(50, "ours: as tokens"),
+            "learning_rates": Sourced((3e-3,), "ours: as tokens"),
+        }
+    ),
+}
+
+_GATO_ADDING = {
+    **_ANY,
+    "cell": Sourced("gato", "GATO 5.3: two-layer GATO"),
+    "length": Sourced(100, "GATO 5.3: T = 100, or 200, 400, 750 with --length"),
+    "held_out_sequences": Sourced(1000, "GATO 5.3"),
+    "hidden_size": Sourced(512, "GATO 5.3"),
+    "embedding": Sourced(0, "GATO 5.3: no embeddings"),
+    "decoder": Sourced((256,), "GATO 5.3: one hidden layer of size 256"),
+    "steps": Sourced(3125, "GATO 5.3: 200,000 examples, in batches of 64"),
+    "batch_size": Sourced(64, "GATO B.5"),
+    "learning_rates": Sourced((4e-3,), "GATO B.3"),
+    "clip_norm": Sourced(0.0, "GATO B.8: no clipping"),
+    "halve_every": Sourced(10_000, "GATO B.3"),
+    "eval_every": Sourced(125, "ours: 25 points on the curve"),
+}
+_UR_ADDING = {
+    **_ANY,
+    "cell": Sourced("ur_lstm", "UR 3.1"),
+    "length": Sourced(2000, "UR Figure 3: N = 2000"),
+    "held_out_sequences": Sourced(1000, "ours: as in GATO 5.3"),
+    "hidden_size": Sourced(256, "UR D.1"),
+    "embedding": Sourced(0, "ours: the inputs are numbers"),
+    "decoder": Sourced((), "ours: UR names none for the synthetic tasks"),
+    "steps": Sourced(20_000, "ours: not in the paper"),
+    "batch_size": Sourced(64, "ours: not in the paper"),
+    "learning_rates": Sourced((1e-3,), "UR D.1"),
+    "clip_norm": Sourced(1.0, "UR D.1"),
+    "eval_every": Sourced(250, "ours: 80 points on the curve"),
+}
+
+ADDING = {
+    "gato": Protocol(
+        settings=_GATO_ADDING,
+        cells={"gato": _GATO_CELL, "*": {**_TORCH_CELL, **_GATES}},
+    ),
+    "ur": Protocol(
+        settings=_UR_ADDING,
+        cells={"gato": _GATO_CELL, "*": {**_LIBRARY_CELL, **_GATES}},
+    ),
+    "small": Protocol(
+        settings={
+            **_GATO_ADDING,
+            "length": Sourced(50, "ours: a size that two cores learn in a minute"),
+            "hidden_size": Sourced(128, "ours: as length"),
+            "steps": Sourced(500, "ours: as length"),
+            "eval_every": Sourced(20, "ours: 25 points on the curve"),
+        },
+        cells={"gato": _GATO_CELL, "*": {**_TORCH_CELL, **_GATES}},
+    ),
+}
+
+_UR_FORGETTING = {
+    **_UR_ADDING,
+    "length": Sourced(500, "UR E.1"),
+    "gate_bias": Sourced(6.0, "UR E.1: effective forget activation sigmoid(6)"),
+    "hidden_size": Sourced(64, "UR E.1"),
+    "steps": Sourced(10_000, "UR E.1: the LSTM is stuck after 1e4 iterations"),
+    "learning_rates": Sourced((1e-4,), "UR E.1"),
+    "eval_every": Sourced(200, "ours: 50 points on the curve"),
+}
+
+FORGETTING = {
+    "ur": Protocol(
+        settings=_UR_FORGETTING,
+        cells={"gato": _GATO_CELL, "*": {**_LIBRARY_CELL, **_GATES}},
+    ),
+    "small": Protocol(
+        settings={
+            **_UR_FORGETTING,
+            "length": Sourced(100, "ours: a size that two cores learn in minutes"),
+            "steps": Sourced(4000, "ours: as length"),
+            "learning_rates": Sourced((1e-3,), "ours: as length"),
+            "eval_every": Sourced(100, "ours: 40 points on the curve"),
+        },
+        cells={"gato": _GATO_CELL, "*": {**_LIBRARY_CELL, **_GATES}},
+    ),
+}
+
+_UR_PIXELS = {
+    **_ANY,
+    "cell": Sourced("ur_lstm", "UR 3.2"),
+    "dataset": Sourced("smnist", "UR 3.2: sMNIST, pMNIST and sCIFAR"),
+    "permutation": Sourced(
+        Depends("dataset", {"pmnist": "bit_reversal", "*": "scanline"}), "UR D.2 and D.5"
+    ),
+    "permutation_seed": Sourced(Same("seed"), "none: UR's order is not drawn"),
+    "validation_share": Sourced(0.1, "ours: UR does not state it; as the authors' later code"),
+    "validation_last": Sourced(False, "ours: drawn with seed 42, as the authors' later code"),
+    "data_dir": Sourced(None, "ours: the data are the user's"),
+    "hidden_size": Sourced(512, "UR D.2: Table 2; Table 3 has 1024 for MNIST, 2048 for CIFAR"),
+    "embedding": Sourced(0, "UR D.2: the pixels themselves"),
+    "decoder": Sourced((256,), "UR D.2: one ReLU layer of 256"),
+    "epochs": Sourced(Depends("dataset", {"scifar10": 100, "*": 150}), "UR D.2"),
+    "steps": Sourced(Epochs("epochs"), "UR D.2"),
+    "batch_size": Sourced(50, "UR D.2"),
+    "learning_rates": Sourced(
+        Depends("cell", {"*gru": (2e-4, 5e-4), "*": (2e-4, 5e-4, 1e-3, 2e-3)}), "UR D.2: the sweep"
+    ),
+    "clip_norm": Sourced(1.0, "UR D.2"),
+    "eval_every": Sourced(Epochs(1), "ours: after each epoch"),
+    "keep_best": Sourced(True, "UR D.2: the highest validation score"),
+}
+
+PIXELS = {
+    "ur": Protocol(
+        settings=_UR_PIXELS,
+        cells={"gato": _GATO_CELL, "*": {**_LIBRARY_CELL, **_GATES}},
+    ),
+    "ur_zoneout": Protocol(
+        settings={
+            **_UR_PIXELS,
+            "zoneout_c": Sourced(Depends("cell", {"*gru": 0.0, "*": 0.5}), "UR D.2"),
+            "zoneout_h": Sourced(Depends("cell", {"*gru": 0.1, "*": 0.05}), "UR D.2"),
+            "dropout": Sourced(0.5, "UR D.2: beside zoneout"),
+        },
+        cells={"gato": _GATO_CELL, "*": {**_LIBRARY_CELL, **_GATES}},
+    ),
+    "hdetach": Protocol(
+        settings={
+            **_UR_PIXELS,
+            "cell": Sourced("lstm", "h-detach 3.3"),
+            "permutation": Sourced(
+                Depends("dataset", {"pmnist": "random", "*": "scanline"}), "h-detach 3.3"
+            ),
+            "permutation_seed": Sourced(Same("seed"), "h-detach code: the run's seed"),
+            "validation_share": Sourced(1 / 6, "h-detach 3.3: 10,000 of 60,000"),
+            "validation_last": Sourced(True, "h-detach code: images 50,000 to 59,999"),
+            "hidden_size": Sourced(100, "h-detach 3.3"),
+            "embedding": Sourced(0, "h-detach code: the raw pixel in [0, 1]"),
+            "decoder": Sourced((), "h-detach code: one linear layer"),
+            "epochs": Sourced(200, "h-detach 3.3"),
+            "batch_size": Sourced(100, "h-detach 3.3"),
+            "learning_rates": Sourced((1e-3, 5e-4, 1e-4), "h-detach 3.3"),
+            "clip_norm": Sourced(1.0, "h-detach code"),
+            "detach_prob": Sourced(0.25, "h-detach 3.3"),
+            "detach_off_steps": Sourced(Epochs(39), "h-detach code: the last 39 epochs"),
+            "keep_best": Sourced(True, "h-detach 3.3: the best validation score"),
+        },
+        cells={"gato": _GATO_CELL, "*": {**_HDETACH_CELL, **_GATES}},
+    ),
+    "small": Protocol(
+        settings={
+            **_UR_PIXELS,
+            "dataset": Sourced("digits", "ours: real images that need no file"),
+            "hidden_size": Sourced(128, "ours: what two cores learn in minutes"),
+            "epochs": Sourced(Depends("dataset", {"digits": 60, "*": 5}), "ours: as hidden_size"),
+            "learning_rates": Sourced((2e-3,), "UR D.2: the largest of the sweep"),
+        },
+        cells={"gato": _GATO_CELL, "*": {**_LIBRARY_CELL, **_GATES}},
+    ),
+}
+
+_TASKS: dict[str, tuple[Any, Mapping[str, Protocol]]] = {
+    "copy": (CopyTask, COPY),
+    "transfer_copy": (CopyTask, TRANSFER_COPY),
+    "adding": (AddingTask, ADDING),
+    "forgetting": (ForgettingTask, FORGETTING),
+    "pixels": (PixelsTask, PIXELS),
+}
+
+
+def task_class(name: str) -> Any:
+    """The class of the task of that name."""
+    return _TASKS[name][0]
 
 
 def resolve(task: str, protocol: str, overrides: Mapping[str, Any]) -> Config:
@@ -200,7 +386,9 @@ def resolve(task: str, protocol: str, overrides: Mapping[str, Any]) -> Config:
         if name not in chosen.settings and name not in chosen.cells["*"] and name not in _GATO_CELL:
             raise UserError(f"--{name.rstrip('_')} is not for {task}: it has no such setting.")
     settings = {name: entry.value for name, entry in chosen.settings.items()} | dict(overrides)
+    settings = without_dependence(settings)
     settings |= _cell_settings(chosen, settings, overrides)
+    settings = in_steps(_fill(task_class, settings), settings, overrides)
     config = Config(
         protocol=protocol,
         overrides=dict(overrides),

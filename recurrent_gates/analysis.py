@@ -13,7 +13,7 @@ gaps leave the range of any float, so they are returned as log10; -inf is a norm
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -71,6 +71,11 @@ def field_names(carry: Carry) -> tuple[Field, ...]:
         raise ValueError(f"The fields of a carry must be arrays, got {carry!r}.")
     floating = [jnp.issubdtype(value.dtype, jnp.floating) for value in values]
     return tuple(name for name, keep in zip(names, floating, strict=True) if keep)
+
+
+def carry_dtype(carry: Carry) -> Any:
+    """The dtype of a carry's floating fields together."""
+    return jnp.result_type(*(get_field(carry, name).dtype for name in field_names(carry)))
 
 
 @functools.partial(jax.jit, static_argnames="cell")
@@ -185,12 +190,12 @@ class Jacobian:
 
         Of single steps this is what ``Detach(1.0, field)`` leaves.
         """
-        return self.replace(matrix=self.matrix.at[..., self.where(field)].set(0))
+        return Jacobian(self.matrix.at[..., self.where(field)].set(0), self.widths)
 
 
 def _flatten(carry: Carry, names: Sequence[Field]) -> jax.Array:
     values = [get_field(carry, name) for name in names]
-    dtype = jnp.result_type(*values)
+    dtype = carry_dtype(carry)
     return jnp.concatenate([value.astype(dtype) for value in values], axis=-1)
 
 
@@ -295,7 +300,7 @@ def state_jacobians(steps: Jacobian) -> Jacobian:
       Products ``[T + 1, ..., N, N]``; entry g is over the last g steps, entry 0 the identity.
     """
     matrix, exponent = _products(steps.matrix)
-    return steps.replace(matrix=jnp.ldexp(matrix, exponent[..., None, None]))
+    return Jacobian(jnp.ldexp(matrix, exponent[..., None, None]), steps.widths)
 
 
 def _log10_norm(matrix: jax.Array, exponent: jax.Array) -> jax.Array:
@@ -556,10 +561,13 @@ def initial_timescales(
     def one(key: jax.Array) -> jax.Array:
         params = cell.init_params(key, in_features)
         zeros = jax.tree.map(jnp.zeros_like, cell.initial(()))
-        gates = cell.gates(params, zeros, cell.project(params, jnp.zeros((in_features,))))
+        x = jnp.zeros((in_features,), carry_dtype(zeros))
+        gates = cell.gates(params, zeros, cell.project(params, x))
         if gate not in gates:
             named = ", ".join(gates) or "none"
             raise ValueError(f"{type(cell).__name__} names no gate {gate!r}; it has {named}.")
         return timescales(gates[gate])
 
-    return jax.vmap(one)(jax.random.split(key, draws))
+    # Not vmap: XLA's CPU runtime can wait for ever on a batch of QR factorisations, which
+    # orthogonal initialisation needs.
+    return jax.lax.map(one, jax.random.split(key, draws))

@@ -22,7 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from recurrent_gates.analysis import Field, field_names, state_jacobians, step_jacobians
+from recurrent_gates.analysis import (
+    Field,
+    carry_dtype,
+    field_names,
+    state_jacobians,
+    step_jacobians,
+)
 from recurrent_gates.base import Carry, Cell, Params, SlotCell
 from recurrent_gates.carry import get_field, set_field
 from recurrent_gates.cells import GRU, LSTM, Elman, Exploding, FlaxCell
@@ -95,8 +101,9 @@ def reading(
     """
     carry = jax.eval_shape(lambda: cell.initial(()))
     names = field_names(carry)
-    own = remembered == INFER  # gamma belongs to the field that was inferred
     known: Gamma | None = None
+    field: Field
+    back: tuple[Field, ...]
     if isinstance(cell, GATO):
         field, known, back = "s", cell.gamma, ("r",)
     elif isinstance(cell, LSTM):
@@ -109,14 +116,17 @@ def reading(
         back = tuple(name for name in names if name not in cell.accumulated)
         if isinstance(cell, FlaxCell):
             back = back[:-1]  # y, which only goes out
-    field = field if own else remembered
-    chosen = gamma if gamma is not None else (known if own else None)
+    if remembered not in (INFER, field):
+        field, known = remembered, None  # gamma belongs to the field that was inferred
+    chosen = known if gamma is None else gamma
     feeds = back if recurrent == INFER else tuple(recurrent)
     for name in (field, *feeds):
-        get_field(carry, name)
-    how = "emit" if chosen is None else getattr(chosen, "__name__", "gamma")
+        if name not in names:
+            has = ", ".join(map(str, names))
+            raise ValueError(f"The carry has no floating field {name!r}; it has {has}.")
+    how = "its output" if chosen is None else getattr(chosen, "__name__", "gamma")
     text = f"{_say(field)} remembers and is read through {how}; "
-    text += f"{' and '.join(map(_say, feeds)) or 'nothing'} feeds back"
+    text += f"{' and '.join(map(_say, feeds)) or 'nothing'} feed{'s' * (len(feeds) < 2)} back"
     return Reading(field, chosen, feeds, text)
 
 
@@ -312,7 +322,7 @@ def desiderata(
     how = reading(cell, remembered, gamma, recurrent)
     key = jax.random.key(0) if key is None else key
     params = [cell.init_params(k, in_features) for k in jax.random.split(key, draws)]
-    lanes = [_scaled(p, scale) for scale in scales for p in params]
+    lanes = [scaled(p, scale) for scale in scales for p in params]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *lanes)
     keys = jnp.tile(jax.random.split(jax.random.fold_in(key, 1), draws), len(scales))
     values = _measure(cell, how, in_features, batch, stacked, keys)
@@ -328,7 +338,7 @@ def desiderata(
     return results
 
 
-def _scaled(params: Params, scale: float) -> Any:
+def scaled(params: Params, scale: float) -> Any:
     def times(leaf: jax.Array) -> jax.Array:
         return leaf * scale if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
@@ -370,8 +380,9 @@ def _random_carry(cell: Cell, key: jax.Array, batch_shape: tuple[int, ...]) -> C
 def _drift(cell: Cell, params: Params, key: jax.Array, in_features: int) -> jax.Array:
     """Criterion 1: the relative change over gaps of the steadiest unit's own influence."""
     carry_key, x_key = jax.random.split(key)
-    xs = jax.random.normal(x_key, (GAPS, in_features))
-    steps = step_jacobians(cell, params, xs, _random_carry(cell, carry_key, ()))
+    carry = _random_carry(cell, carry_key, ())
+    xs = jax.random.normal(x_key, (GAPS, in_features), carry_dtype(carry))
+    steps = step_jacobians(cell, params, xs, carry)
     own = jnp.abs(jnp.diagonal(state_jacobians(steps).matrix, axis1=-2, axis2=-1))[1:]
     change = jnp.max(jnp.abs(own / own[0] - 1), axis=0)
     change = jnp.where((own[0] >= SMALLEST_INFLUENCE) & ~jnp.isnan(change), change, jnp.inf)
@@ -443,7 +454,8 @@ def _growth(
     if not how.recurrent:
         return jnp.zeros(())
     carry_key, x_key = jax.random.split(key)
-    xs = jax.random.normal(x_key, (EARLY, batch, in_features))
+    start = _random_carry(cell, carry_key, (batch,))
+    xs = jax.random.normal(x_key, (EARLY, batch, in_features), carry_dtype(start))
     z = cell.project(params, xs)
 
     def step(carry: Carry, z_t: Any) -> tuple[Carry, None]:
@@ -457,7 +469,7 @@ def _growth(
             jnp.stack([jnp.max(jnp.abs(get_field(carry, name))) for name in how.recurrent])
         )
 
-    carry, _ = hundred(_random_carry(cell, carry_key, (batch,)), None)
+    carry, _ = hundred(start, None)
     early = size(carry)
     carry, _ = jax.lax.scan(hundred, carry, length=LATE // EARLY - 1)
     return _ratio(jnp.stack([early, size(carry)]))

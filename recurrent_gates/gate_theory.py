@@ -7,6 +7,7 @@ are corrected: see the functions' notes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -49,8 +50,7 @@ def constant_bias(bias: float = 1.0) -> TimescaleLaw:
     return TimescaleLaw(
         f"constant bias {bias:g}",
         "1{x = 1 + e^b}",
-        # Float32 activations scatter around it by their rounding.
-        lambda x: np.where(np.asarray(x, float) >= period * (1 - 1e-6), 1.0, 0.0),
+        lambda x: np.where(np.asarray(x, float) >= period, 1.0, 0.0),
         lambda q: np.full(np.shape(q), period),
     )
 
@@ -68,6 +68,7 @@ def chrono_known(tmax: float) -> TimescaleLaw:
 _TERMS = 1_000_000  # of the sum that normalises chrono's law, the rest being integrated
 
 
+@functools.cache
 def _chrono_terms() -> tuple[Array, float]:
     """Sums of 1 / (k log^2(k+1)) up to each k, and to infinity."""
     k = np.arange(1, _TERMS + 1, dtype=float)
@@ -100,8 +101,7 @@ def chrono_drawn() -> TimescaleLaw:
     sums, total = _chrono_terms()
 
     def cdf(x: Any) -> Array:
-        # 1e-6: a D that float32 rounds to just below 1 + k is k's.
-        k = np.floor((np.asarray(x, float) - 1) * (1 + 1e-6)).clip(0)
+        k = np.floor(np.asarray(x, float) - 1).clip(0)
         table = np.concatenate([[0.0], sums / total])
         beyond = 1 - 1 / (total * np.log(np.maximum(k, _TERMS) + 1))
         return np.where(k <= _TERMS, table[np.minimum(k, _TERMS).astype(int)], beyond)
@@ -207,14 +207,17 @@ def gate_law(gate: Gate, features: int) -> TimescaleLaw | None:
     return refined(law) if gate.refine and gate.refine_bias == "negative" else law
 
 
-def distance(periods: Any, law: TimescaleLaw) -> float:
-    """The Kolmogorov-Smirnov distance of a sample of periods, any shape, from a law."""
+def distance(periods: Any, law: TimescaleLaw, slack: float = 1e-5) -> float:
+    """The Kolmogorov-Smirnov distance of a sample of periods, any shape, from a law.
+
+    Periods may be off by the fraction ``slack``, so that a law with steps forgives rounding.
+    """
     values, counts = np.unique(np.asarray(periods, float), return_counts=True)
     upto = np.cumsum(counts) / counts.sum()
-    cdf = law.cdf(values)
-    before = law.cdf(np.nextafter(values, 0))
     below = np.concatenate([[0.0], upto[:-1]])
-    return float(max(np.abs(upto - cdf).max(), np.abs(below - before).max()))
+    above_law = upto - law.cdf(values * (1 + slack))
+    below_law = law.cdf(values * (1 - slack)) - below
+    return float(max(above_law.max(), below_law.max(), 0.0))
 
 
 # ---------------------------------------------------------------------------------------

@@ -1,1 +1,2 @@
-"""Tests of recurrent_gates; one file per module of the library, `golden/` holds numbers from elsewhere."""
+"""Tests of recurrent_gates; one file per module of the library, `golden/` holds numbers from
+elsewhere."""

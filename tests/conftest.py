@@ -1,22 +1,27 @@
-"""Settings of the whole test run: the CPU, strict promotion, float64 on request, reproducible hypothesis."""
+"""Settings of the whole test run: the CPU, strict promotion, float64 on request, reproducible
+hypothesis."""
 
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import hypothesis  # noqa: E402
-import jax  # noqa: E402
-import pytest  # noqa: E402
+import hypothesis
+import jax
+import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=15, database=None)
+hypothesis.settings.register_profile(
+    "repeatable", derandomize=True, deadline=None, max_examples=15, database=None
+)
 hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--full", action="store_true", help="test the full product of options instead of all pairs")
+    parser.addoption(
+        "--full", action="store_true", help="test the full product of options instead of all pairs"
+    )
 
 
 @pytest.fixture(scope="module")

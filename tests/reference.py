@@ -1,8 +1,8 @@
-"""The papers' equations in plain NumPy (float64), one step at a time, written from the papers alone.
+"""The papers' equations in plain NumPy (float64), one step at a time, from the papers alone.
 
-GATO: "Gates are not the only option". UR: "Improving the gating mechanism of recurrent neural networks".
-h-detach: "h-detach: modifying the LSTM gradient toward better optimization". Parameters come in the library's tree,
-role then slot; nothing else of the library is used here.
+GATO: "Gates are not the only option". UR: "Improving the gating mechanism of recurrent neural
+networks". h-detach: "h-detach: modifying the LSTM gradient toward better optimization".
+Parameters come in the library's tree, role then slot; nothing else of the library is used here.
 """
 
 import numpy as np
@@ -38,8 +38,8 @@ def affine(params, slot, x, h):
 def gate(name, pre, b=None, tied=False, downsize=1):
     """The effective forget and input gates of UR Table 1 and appendix B.5.
 
-    `pre(slot)` gives the linear map of a slot. `tied` is the rule of GRU and JANET, where a gate without its own
-    input gate takes i = 1 - f.
+    `pre(slot)` gives the linear map of a slot. `tied` is the rule of GRU and JANET, where a gate
+    without its own input gate takes i = 1 - f.
     """
     if name == "standard":
         f = sigmoid(pre("f"))
@@ -71,11 +71,23 @@ def gate(name, pre, b=None, tied=False, downsize=1):
     raise KeyError(name)
 
 
-def lstm(params, carry, x, name="standard", activation=np.tanh, output_activation=np.tanh, forget_gate=True, **how):
-    """h-detach eq. 1-6, GATO eq. 7; carry (c, h). Without a forget gate: the lecture's s = s + i * s~."""
+def lstm(
+    params,
+    carry,
+    x,
+    name="standard",
+    activation=np.tanh,
+    output_activation=np.tanh,
+    forget_gate=True,
+    **how,
+):
+    """h-detach eq. 1-6, GATO eq. 7; carry (c, h). Without a forget gate: the lecture's s = s + i
+    * s~."""
     c, h = carry
     if forget_gate:
-        f, i = gate(name, lambda slot: affine(params, slot, x, h), params.get("gate", {}).get("b"), **how)
+        f, i = gate(
+            name, lambda slot: affine(params, slot, x, h), params.get("gate", {}).get("b"), **how
+        )
     else:
         f, i = 1.0, sigmoid(affine(params, "i", x, h))
     o = sigmoid(affine(params, "o", x, h))
@@ -86,7 +98,12 @@ def lstm(params, carry, x, name="standard", activation=np.tanh, output_activatio
 def gru(params, carry, x, name="standard", reset="after", **how):
     """GATO appendix E: h = z * h_tm1 + (1 - z) * h~; the gate's f is z, i is what multiplies h~."""
     (h,) = carry
-    f, i = gate(name, lambda slot: affine(params, slot, x, h), params.get("gate", {}).get("b"), **{"tied": True, **how})
+    f, i = gate(
+        name,
+        lambda slot: affine(params, slot, x, h),
+        params.get("gate", {}).get("b"),
+        **{"tied": True, **how},
+    )
     if reset:
         r = sigmoid(affine(params, "reset", x, h))
     if reset == "before":  # W x + U (r * h)
@@ -102,7 +119,12 @@ def gru(params, carry, x, name="standard", reset="after", **how):
 def janet(params, carry, x, name="standard", **how):
     """UR footnote 4: h = f * h_tm1 + (1 - f) * u."""
     (h,) = carry
-    f, i = gate(name, lambda slot: affine(params, slot, x, h), params.get("gate", {}).get("b"), **{"tied": True, **how})
+    f, i = gate(
+        name,
+        lambda slot: affine(params, slot, x, h),
+        params.get("gate", {}).get("b"),
+        **{"tied": True, **how},
+    )
     return (f * h + i * np.tanh(affine(params, "u", x, h)),)
 
 
@@ -144,7 +166,11 @@ def gato_derivatives(params, r, x, rate=0.7):
     """df_j/dr_j and dg_j/dr_j of one unbatched step, by hand, each [J]."""
     part = params["f"]
     a = x @ part["kernel"]["gate"] + part["recurrent_kernel"]["gate"] * r + part["bias"]["gate"]
-    c = x @ part["kernel"]["candidate"] + part["recurrent_kernel"]["candidate"] * r + part["bias"]["candidate"]
+    c = (
+        x @ part["kernel"]["candidate"]
+        + part["recurrent_kernel"]["candidate"] * r
+        + part["bias"]["candidate"]
+    )
     df = rate * (sigmoid(a) + sigmoid(a) * (1 - sigmoid(a)) * part["recurrent_kernel"]["gate"] * r)
     df = df + (1 - np.tanh(c) ** 2) * part["recurrent_kernel"]["candidate"]
     part = params["g"]
@@ -153,17 +179,21 @@ def gato_derivatives(params, r, x, rate=0.7):
         inner, slope = x @ part["kernel"]["s"] + weight * r + part["bias"]["s"], weight
     else:
         shape = part["out_kernel"].shape
-        hidden = (x @ part["kernel"]["s"] + part["bias"]["s"]).reshape(shape) + weight.reshape(shape) * r[None]
+        hidden = (x @ part["kernel"]["s"] + part["bias"]["s"]).reshape(shape) + weight.reshape(
+            shape
+        ) * r[None]
         inner = (part["out_kernel"] * np.maximum(hidden, 0)).sum(0) + part["out_bias"]
         slope = (part["out_kernel"] * (hidden > 0) * weight.reshape(shape)).sum(0)
     return df, sigmoid(inner) * slope
 
 
 def detach_matrices(params, carry, x, role, slot, row, column):
-    """A_t and B_t of h-detach eq. 7 for one weight, from Notation 1 of its appendix; one unbatched step.
+    """A_t and B_t of h-detach eq. 7 for one weight, from Notation 1 of its appendix; one
+    unbatched step.
 
-    The weight is `params[role][slot][row, column]`: the library keeps W transposed, [in, out], so it is the paper's
-    (W_slot)_{column, row}. In psi~ the factor Delta^c is meant, which the appendix's Corollary 3 drops.
+    The weight is `params[role][slot][row, column]`: the library keeps W transposed, [in, out], so
+    it is the paper's (W_slot)_{column, row}. In psi~ the factor Delta^c is meant, which the
+    appendix's Corollary 3 drops.
     """
     c_tm1, h_tm1 = carry
     slots = {"f": "f", "i": "i", "o": "o", "g": "u"}
@@ -171,24 +201,50 @@ def detach_matrices(params, carry, x, role, slot, row, column):
     f, i, o, g = sigmoid(pre["f"]), sigmoid(pre["i"]), sigmoid(pre["o"]), np.tanh(pre["g"])
     c = f * c_tm1 + i * g
     delta_c = o * (1 - np.tanh(c) ** 2)
-    delta = {"o": o * (1 - o) * np.tanh(c), "f": f * (1 - f) * c_tm1, "i": i * (1 - i) * g, "g": (1 - g**2) * i}
-    recurrent = {star: np.asarray(params["recurrent_kernel"][name]).T for star, name in slots.items()}
+    delta = {
+        "o": o * (1 - o) * np.tanh(c),
+        "f": f * (1 - f) * c_tm1,
+        "i": i * (1 - i) * g,
+        "g": (1 - g**2) * i,
+    }
+    recurrent = {
+        star: np.asarray(params["recurrent_kernel"][name]).T for star, name in slots.items()
+    }
     read = (h_tm1 if role == "recurrent_kernel" else x)[row]  # what the weight multiplies
-    e = {star: np.where(np.arange(len(c)) == column, read, 0.0) * (name == slot) for star, name in slots.items()}
+    e = {
+        star: np.where(np.arange(len(c)) == column, read, 0.0) * (name == slot)
+        for star, name in slots.items()
+    }
     psi = sum(delta[star][:, None] * recurrent[star] for star in "fgi")
     psi_tilde = delta["o"][:, None] * recurrent["o"] + delta_c[:, None] * psi
     k = sum(delta[star] * e[star] for star in "fgi")
     k_tilde = delta["o"] * e["o"] + delta_c * k
     zero, one = np.zeros_like(psi), np.eye(len(c))
     a = np.block(
-        [[np.diag(f), zero, np.diag(k)], [np.diag(delta_c * f), zero, np.diag(k_tilde)], [zero, zero, one]]
+        [
+            [np.diag(f), zero, np.diag(k)],
+            [np.diag(delta_c * f), zero, np.diag(k_tilde)],
+            [zero, zero, one],
+        ]
     )
     b = np.block([[zero, psi, zero], [zero, psi_tilde, zero], [zero, zero, zero]])
     return a, b, (c, o * np.tanh(c))
 
 
-def unroll(step, carry, xs, emit, fresh=None, valid=None, resets=None, reverse=False, before=None, after=None):
-    """The loop over time as the design states it, on arrays [T, B, ...]; returns all carries, last carry, ys."""
+def unroll(
+    step,
+    carry,
+    xs,
+    emit,
+    fresh=None,
+    valid=None,
+    resets=None,
+    reverse=False,
+    before=None,
+    after=None,
+):
+    """The loop over time as the design states it, on arrays [T, B, ...]; returns all carries,
+    last carry, ys."""
     steps = len(xs)
     order = reversed(range(steps)) if reverse else range(steps)
     carries, ys = [None] * steps, [None] * steps

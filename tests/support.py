@@ -10,11 +10,14 @@ TOLERANCE = 1e-10  # of float64: about a million roundings
 
 
 def assert_close(actual, expected, tolerance=TOLERANCE):
-    """Asserts max|a - b| / max|b| < tolerance for every array of two trees of the same structure."""
+    """Asserts max|a - b| / max|b| < tolerance for every array of two trees of the same
+    structure."""
     actual_leaves, actual_tree = jax.tree.flatten(actual)
     expected_leaves, expected_tree = jax.tree.flatten(expected)
     assert actual_tree == expected_tree, f"{actual_tree} is not {expected_tree}"
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
+    paths = [
+        jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(expected)
+    ]
     for path, a, b in zip(paths, actual_leaves, expected_leaves, strict=True):
         a, b = np.asarray(a), np.asarray(b)
         assert a.shape == b.shape, f"{path}: shape {a.shape} is not {b.shape}"
@@ -34,10 +37,13 @@ def assert_identical(actual, expected):
 
 
 def randomize(tree, seed, scale=0.7):
-    """The same tree with every float leaf drawn from N(0, scale^2), so that no gate sits at its start."""
+    """The same tree with every float leaf drawn from N(0, scale^2), so that no gate sits at its
+    start."""
     leaves, structure = jax.tree.flatten(tree)
     draw = np.random.default_rng(seed).normal
-    return jax.tree.unflatten(structure, [jnp.asarray(draw(0.0, scale, np.shape(leaf))) for leaf in leaves])
+    return jax.tree.unflatten(
+        structure, [jnp.asarray(draw(0.0, scale, np.shape(leaf))) for leaf in leaves]
+    )
 
 
 def parameters(cell, in_features, seed=0, scale=0.7):
@@ -57,12 +63,16 @@ def array(seed, *shape, scale=1.0):
 
 def dot(tree, cotangents):
     """The scalar product of two trees."""
-    return sum(jnp.sum(a * b) for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(cotangents), strict=True))
+    return sum(
+        jnp.sum(a * b)
+        for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(cotangents), strict=True)
+    )
 
 
 @functools.cache
 def _quick_options():
-    """Compiler options that this jaxlib knows; they compile in a third of the time and run slower."""
+    """Compiler options that this jaxlib knows; they compile in a third of the time and run
+    slower."""
 
     def known(option):
         try:
@@ -76,7 +86,8 @@ def _quick_options():
 
 
 def quick_jit(function=None, **how):
-    """`jax.jit` for the many programs that a test runs once: same numbers, less time in the compiler."""
+    """`jax.jit` for the many programs that a test runs once: same numbers, less time in the
+    compiler."""
     if function is None:
         return functools.partial(quick_jit, **how)
     return jax.jit(function, compiler_options=_quick_options(), **how)

@@ -1,4 +1,5 @@
-"""What acts on carries: h-detach against its theorems, damping as its mean, zoneout against its definition."""
+"""What acts on carries: h-detach against its theorems, damping as its mean, zoneout against its
+definition."""
 
 import functools
 import itertools
@@ -11,7 +12,17 @@ from flax import struct
 
 import recurrent_gates as rg
 from tests import reference
-from tests.support import array, assert_close, assert_identical, dot, parameters, quick_jit, randomize, state, to_numpy
+from tests.support import (
+    array,
+    assert_close,
+    assert_identical,
+    dot,
+    parameters,
+    quick_jit,
+    randomize,
+    state,
+    to_numpy,
+)
 from tests.test_golden import initial, problem
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -30,11 +41,15 @@ def setting(batch=()):
     return cell, parameters(cell, INPUTS), state(cell, batch), array(8, STEPS, *batch, INPUTS)
 
 
-def gradient(cell, params, xs, carry, cotangents, carry_fns=(), noise=None, backend="scan", **options):
+def gradient(
+    cell, params, xs, carry, cotangents, carry_fns=(), noise=None, backend="scan", **options
+):
     """Gradients of a random linear loss on all outputs and the last carry, and the values."""
 
     def loss(params, xs, carry):
-        out = rg.unroll(cell, params, xs, carry, carry_fns=carry_fns, noise=noise, backend=backend, **options)
+        out = rg.unroll(
+            cell, params, xs, carry, carry_fns=carry_fns, noise=noise, backend=backend, **options
+        )
         return dot(out, cotangents), out
 
     return jax.grad(loss, (0, 1, 2), has_aux=True)(params, xs, carry)
@@ -42,7 +57,9 @@ def gradient(cell, params, xs, carry, cotangents, carry_fns=(), noise=None, back
 
 def cotangents(cell, batch=()):
     carry = cell.initial(batch)
-    return jax.tree.map(lambda leaf: array(13, *leaf.shape), carry), array(14, STEPS, *batch, FEATURES)
+    return jax.tree.map(lambda leaf: array(13, *leaf.shape), carry), array(
+        14, STEPS, *batch, FEATURES
+    )
 
 
 # h-detach: the theorems.
@@ -67,7 +84,8 @@ def all_weights(params):
 
 
 def check_against_matrices(xi, carry_fn, noise, backend):
-    """The Jacobian of every c_t and h_t in every weight, by autodiff and by the product of matrices."""
+    """The Jacobian of every c_t and h_t in every weight, by autodiff and by the product of
+    matrices."""
     cell, params, carry, xs = setting()
 
     def states(params):
@@ -98,7 +116,8 @@ def test_theorem_2_a_detached_step_drops_its_b(mask, backend):
 @pytest.mark.parametrize("backend", ["scan", "fused"])
 @pytest.mark.parametrize("p", [0.25, 0.5])
 def test_corollary_1_damping_is_the_product_of_expectations(p, backend):
-    """p is the probability of detaching, so B_t is damped by 1 - p (the paper's theorems count the other way)."""
+    """p is the probability of detaching, so B_t is damped by 1 - p (the paper's theorems count
+    the other way)."""
     check_against_matrices(np.full(STEPS, 1 - p), rg.Damp(p=p), (None,), backend)
 
 
@@ -124,7 +143,11 @@ def test_the_mean_over_all_masks_is_the_damped_gradient(field, p, backend):
         fns = (rg.Detach(p=p, field=field),)
         return gradient(cell, params, xs, carry, wanted, fns, (mask,), backend)[0]
 
-    damped = quick_jit(lambda: gradient(cell, params, xs, carry, wanted, (rg.Damp(p=p, field=field),), None, backend)[0])
+    damped = quick_jit(
+        lambda: gradient(
+            cell, params, xs, carry, wanted, (rg.Damp(p=p, field=field),), None, backend
+        )[0]
+    )
     assert_close(mean_over(every_mask(STEPS), p, detached), damped())
 
 
@@ -133,7 +156,9 @@ def test_the_mean_over_all_masks_holds_for_other_cells(cell_name):
     cell = rg.CELLS[cell_name](4, param_dtype=jnp.float64)
     params, carry, xs, p = parameters(cell, INPUTS), state(cell, ()), array(8, STEPS, INPUTS), 0.4
     field = "r" if cell_name == "gato2" else "h"
-    wanted = jax.tree.map(lambda leaf: array(3, *leaf.shape), (cell.initial(()), jnp.zeros((STEPS, 4))))
+    wanted = jax.tree.map(
+        lambda leaf: array(3, *leaf.shape), (cell.initial(()), jnp.zeros((STEPS, 4)))
+    )
 
     def run(fn, noise):
         return gradient(cell, params, xs, carry, wanted, (fn,), noise)[0]
@@ -179,10 +204,18 @@ def test_the_mean_over_all_masks_holds_for_two_layers(shared):
 @pytest.mark.parametrize("backend", ["scan", "fused"])
 def test_forward_bits_are_untouched(carry_fn, mask_shape, backend):
     cell, params, carry, xs = setting((4,))
-    run = jax.jit(lambda fns, noise: rg.unroll(cell, params, xs, carry, carry_fns=fns, noise=noise, backend=backend))
+    run = jax.jit(
+        lambda fns, noise: rg.unroll(
+            cell, params, xs, carry, carry_fns=fns, noise=noise, backend=backend
+        )
+    )
     plain = run((), None)
     for seed in range(5 if mask_shape else 1):
-        mask = jnp.asarray(np.random.default_rng(seed).random(mask_shape) < 0.5) if mask_shape else None
+        mask = (
+            jnp.asarray(np.random.default_rng(seed).random(mask_shape) < 0.5)
+            if mask_shape
+            else None
+        )
         assert_identical(run((carry_fn,), (mask,)), plain)
 
 
@@ -200,17 +233,28 @@ def test_the_two_ends_of_p(p, golden, per_example):
 
 
 def test_the_loss_at_the_end_still_reaches_the_parameters():
-    """With every h detached the last loss goes through y_T itself: o's weights see step T and no other."""
+    """With every h detached the last loss goes through y_T itself: o's weights see step T and no
+    other."""
     cell, params, carry, xs = setting((2,))
     wanted = array(9, 2, FEATURES)
 
     def loss(params):
-        _, ys = rg.unroll(cell, params, xs, carry, carry_fns=(rg.Detach(p=1.0),), key=jax.random.key(0), backend="scan")
+        _, ys = rg.unroll(
+            cell,
+            params,
+            xs,
+            carry,
+            carry_fns=(rg.Detach(p=1.0),),
+            key=jax.random.key(0),
+            backend="scan",
+        )
         return dot(ys[-1], wanted)
 
     slope = quick_jit(jax.grad(loss))(params)
     step = functools.partial(reference.lstm, to_numpy(params))
-    carries, _, _ = reference.unroll(step, to_numpy(tuple(carry)), np.asarray(xs), emit=lambda c: c[1])
+    carries, _, _ = reference.unroll(
+        step, to_numpy(tuple(carry)), np.asarray(xs), emit=lambda c: c[1]
+    )
     x, h_tm1, c = np.asarray(xs)[-1], carries[1][-2], carries[0][-1]
     o = reference.sigmoid(reference.affine(to_numpy(params), "o", x, h_tm1))
     delta = np.asarray(wanted) * np.tanh(c) * o * (1 - o)
@@ -227,7 +271,9 @@ def test_detaching_all_of_the_carry_leaves_one_step():
     fns = (rg.Detach(p=1.0), rg.Detach(p=1.0, field="c"))
 
     def last(xs):
-        return rg.unroll(cell, params, xs, carry, carry_fns=fns, key=jax.random.key(0), backend="scan")[1][-1].sum()
+        return rg.unroll(
+            cell, params, xs, carry, carry_fns=fns, key=jax.random.key(0), backend="scan"
+        )[1][-1].sum()
 
     slope = np.asarray(quick_jit(jax.grad(last))(xs))
     np.testing.assert_array_equal(slope[:-1], 0.0)
@@ -239,7 +285,9 @@ def test_per_example_masks_act_on_their_own_example():
     wanted = cotangents(cell, (4,))
     masks = np.random.default_rng(1).random((STEPS, 4)) < 0.5
     fns = (rg.Detach(p=0.5, per_example=True),)
-    whole = quick_jit(lambda: gradient(cell, params, xs, carry, wanted, fns, (jnp.asarray(masks),))[0])()
+    whole = quick_jit(
+        lambda: gradient(cell, params, xs, carry, wanted, fns, (jnp.asarray(masks),))[0]
+    )()
     alone = quick_jit(
         lambda n, mask: gradient(
             cell,
@@ -252,7 +300,9 @@ def test_per_example_masks_act_on_their_own_example():
         )[0]
     )
     examples = [alone(n, masks[:, n]) for n in range(4)]
-    assert_close(whole[0], jax.tree.map(lambda *leaves: sum(leaves), *(example[0] for example in examples)))
+    assert_close(
+        whole[0], jax.tree.map(lambda *leaves: sum(leaves), *(example[0] for example in examples))
+    )
     assert_close(whole[1], np.stack([example[1] for example in examples], axis=1))
 
 
@@ -275,7 +325,9 @@ def test_detach_draws_one_number_a_step_or_one_per_example():
 
 
 def test_functions_of_one_list_draw_apart():
-    first, second, none = rg.draw_noise((rg.Detach(p=0.5), rg.Detach(p=0.5), rg.Damp(p=0.5)), jax.random.key(0), 64, ())
+    first, second, none = rg.draw_noise(
+        (rg.Detach(p=0.5), rg.Detach(p=0.5), rg.Damp(p=0.5)), jax.random.key(0), 64, ()
+    )
     assert none is None and 16 < int((first != second).sum()) < 48
     again = rg.draw_noise((rg.Detach(p=0.5),), jax.random.key(0), 64, ())
     assert_identical(again[0], first)
@@ -287,12 +339,16 @@ def test_functions_of_one_list_draw_apart():
 def zoneout(batch=(2,), p=0.5, **how):
     cell, params, carry, xs = setting(batch)
     fns = (rg.Zoneout(p=p, field="c"), rg.Zoneout(p=p, field="h"))
-    run = quick_jit(lambda fns, noise: rg.unroll(cell, params, xs, carry, carry_fns=fns, noise=noise, backend="scan", **how))
+    run = quick_jit(
+        lambda fns, noise: rg.unroll(
+            cell, params, xs, carry, carry_fns=fns, noise=noise, backend="scan", **how
+        )
+    )
     return cell, params, carry, xs, fns, run
 
 
 def test_zoneout_keeps_old_units_by_its_mask():
-    cell, params, carry, xs, fns, run = zoneout()
+    _, params, carry, xs, fns, run = zoneout()
     masks = [np.random.default_rng(seed).random((STEPS, 2, FEATURES)) < 0.5 for seed in (0, 1)]
     last, ys = run(fns, tuple(map(jnp.asarray, masks)))
 
@@ -316,7 +372,9 @@ def test_the_two_ends_of_zoneout(random):
     assert_identical(ys, jnp.broadcast_to(carry.h, ys.shape))
     never = (rg.Zoneout(p=0.0, field="c"), rg.Zoneout(p=0.0, field="h"))
     assert_close(run(never, None), run((), None), tolerance=1e-14)
-    with jax.disable_jit():  # each operation rounds by itself: no product and sum contracted into one
+    with (
+        jax.disable_jit()
+    ):  # each operation rounds by itself: no product and sum contracted into one
         assert_identical(run(never, None), run((), None))
 
 
@@ -327,7 +385,9 @@ def test_the_deterministic_form_is_the_mean_for_one_step(field, p):
     fn = rg.Zoneout(p=p, field=field)
 
     def one_step(noise, **how):
-        return rg.unroll(cell, params, xs[:1], carry, carry_fns=(fn,), noise=noise, backend="scan", **how)[0]
+        return rg.unroll(
+            cell, params, xs[:1], carry, carry_fns=(fn,), noise=noise, backend="scan", **how
+        )[0]
 
     mean = mean_over(every_mask(FEATURES), p, lambda mask: one_step((mask[None],)))
     deterministic = quick_jit(lambda: one_step(None, deterministic=True))()
@@ -342,10 +402,18 @@ def test_zoneout_draws_per_step_example_and_unit():
     fn = rg.Zoneout(p=p)
     noise = fn.draw(jax.random.key(1), steps, (batch,))
     old, new = rg.HiddenState(jnp.zeros((batch, 16))), rg.HiddenState(jnp.ones((batch, 16)))
-    kept = 1 - np.asarray(quick_jit(jax.vmap(lambda n: fn.after(n, old, new).h))(noise))  # [T, B, F]
+    kept = 1 - np.asarray(
+        quick_jit(jax.vmap(lambda n: fn.after(n, old, new).h))(noise)
+    )  # [T, B, F]
     assert abs(kept.mean() - p) < 4 * np.sqrt(p * (1 - p) / kept.size)
-    for a, b in ((kept[1:], kept[:-1]), (kept[:, 1:], kept[:, :-1]), (kept[..., 1:], kept[..., :-1])):
-        assert abs((a * b).mean() - p * p) < 4 * np.sqrt(p * p / a.size)  # neighbours in each direction: independent
+    for a, b in (
+        (kept[1:], kept[:-1]),
+        (kept[:, 1:], kept[:, :-1]),
+        (kept[..., 1:], kept[..., :-1]),
+    ):
+        assert abs((a * b).mean() - p * p) < 4 * np.sqrt(
+            p * p / a.size
+        )  # neighbours in each direction: independent
 
 
 # Fields, order, one's own functions.
@@ -386,7 +454,9 @@ def test_fields_by_name_by_index_and_none():
         (rg.Damp(p=1.0, field=None), named.h),
     ):
         assert_identical(fn.before(None, carry), carry)
-        slope = jax.grad(lambda carry, fn=fn: sum(map(jnp.sum, jax.tree.leaves(fn.before(None, carry)))))(carry)
+        slope = jax.grad(
+            lambda carry, fn=fn: sum(map(jnp.sum, jax.tree.leaves(fn.before(None, carry))))
+        )(carry)
         leaves = jax.tree.leaves(slope)
         np.testing.assert_array_equal(leaves[-1], 0.0)
         for other in leaves[:-1]:
@@ -398,7 +468,9 @@ def test_fields_by_name_by_index_and_none():
 def test_a_field_that_is_not_there_is_one_sentence(fn, field, known):
     cell, params, carry, xs = setting()
     with pytest.raises(ValueError, match=known) as error:
-        rg.unroll(cell, params, xs, carry, carry_fns=(fn(p=0.5, field=field),), key=jax.random.key(0))
+        rg.unroll(
+            cell, params, xs, carry, carry_fns=(fn(p=0.5, field=field),), key=jax.random.key(0)
+        )
     assert "\n" not in str(error.value)
 
 
@@ -413,7 +485,9 @@ def test_p_is_a_leaf_that_vmap_can_map():
     """One compiled function, a lane per probability: each equals its own run."""
     cell, params, carry, xs = setting()
     wanted, p = cotangents(cell), jnp.asarray([0.0, 0.3, 1.0])
-    run = quick_jit(jax.vmap(lambda p: gradient(cell, params, xs, carry, wanted, (rg.Damp(p=p),))[0]))
+    run = quick_jit(
+        jax.vmap(lambda p: gradient(cell, params, xs, carry, wanted, (rg.Damp(p=p),))[0])
+    )
     lanes = run(p)
     for n, own in enumerate(p.tolist()):
         alone = gradient(cell, params, xs, carry, wanted, (rg.Damp(p=own),))[0]

@@ -1,4 +1,5 @@
-"""Cells: each step against the paper's equations in NumPy, gradients, starts, counts, types, names, errors."""
+"""Cells: each step against the paper's equations in NumPy, gradients, starts, counts, types,
+names, errors."""
 
 import dataclasses
 
@@ -11,15 +12,24 @@ from scipy import stats
 
 import recurrent_gates as rg
 from tests import reference
-from tests.support import array, assert_close, assert_identical, count_traces, parameters, quick_jit, state, to_numpy
+from tests.support import (
+    array,
+    assert_close,
+    assert_identical,
+    count_traces,
+    parameters,
+    quick_jit,
+    state,
+    to_numpy,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 FEATURES, INPUTS = 8, 3
 GATES = tuple(name for name in rg.GATES if name != "standard")
-NAMES = ("lstm", "gru", "rnn", "janet", "exploding", "gato1", "gato2", "gato", "on_lstm") + tuple(
-    f"{gate}_{family}" for gate in GATES for family in ("lstm", "gru", "janet")
-)
+UNGATED = ("lstm", "gru", "rnn", "janet", "exploding", "gato1", "gato2", "gato", "on_lstm")
+GATED = tuple(f"{gate}_{family}" for gate in GATES for family in ("lstm", "gru", "janet"))
+NAMES = UNGATED + GATED
 GATO = ("gato1", "gato2", "gato")
 
 
@@ -82,7 +92,9 @@ def test_one_step_is_the_papers(name, bias_vectors):
 
 
 @pytest.mark.parametrize("downsize", [2, 4])
-@pytest.mark.parametrize("name", [name for name in NAMES if name.split("_")[0] in ("om", "um", "cm", "on")])
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if name.split("_")[0] in ("om", "um", "cm", "on")]
+)
 def test_shared_master_gates_are_the_papers(name, downsize):
     check_step(name, build(name, downsize=downsize), paper(name, downsize=downsize))
 
@@ -98,7 +110,13 @@ def test_any_number_of_batch_dimensions(name, batch):
 @pytest.mark.parametrize("bias_vectors", [1, 2])
 @pytest.mark.parametrize("gate", ["standard", "ur", "om"])
 def test_where_the_gru_resets(gate, reset, bias_vectors):
-    cell = rg.GRU(FEATURES, gate=rg.GATES[gate], reset=reset, bias_vectors=bias_vectors, param_dtype=jnp.float64)
+    cell = rg.GRU(
+        FEATURES,
+        gate=rg.GATES[gate],
+        reset=reset,
+        bias_vectors=bias_vectors,
+        param_dtype=jnp.float64,
+    )
     check_step("gru", cell, lambda *args: reference.gru(*args, gate, reset=reset))
     params = parameters(cell, INPUTS)
     assert ("reset" in params["kernel"]) == bool(reset)
@@ -106,7 +124,9 @@ def test_where_the_gru_resets(gate, reset, bias_vectors):
 
 def test_a_reset_after_gru_with_one_bias_vector_keeps_the_candidates_own():
     params = parameters(rg.GRU(FEATURES), INPUTS)
-    assert {slot: bias.shape for slot, bias in params["recurrent_bias"].items()} == {"u": (FEATURES,)}
+    assert {slot: bias.shape for slot, bias in params["recurrent_bias"].items()} == {
+        "u": (FEATURES,)
+    }
     assert "recurrent_bias" not in parameters(rg.GRU(FEATURES, reset="before"), INPUTS)
 
 
@@ -120,18 +140,25 @@ def test_the_lectures_lstm():
             forget_gate=forget_gate,
             param_dtype=jnp.float64,
         )
-        how = dict(activation=reference.sigmoid, output_activation=reference.sigmoid, forget_gate=forget_gate)
+        how = dict(
+            activation=reference.sigmoid,
+            output_activation=reference.sigmoid,
+            forget_gate=forget_gate,
+        )
         check_step("lstm", cell, lambda *args, how=how: reference.lstm(*args, **how))
         assert ("f" in parameters(cell, INPUTS)["kernel"]) == forget_gate
 
 
 def test_the_elman_networks_activation_is_an_argument():
     cell = build("rnn", activation=jax.nn.relu)
-    check_step("rnn", cell, lambda *args: reference.elman(*args, activation=lambda x: np.maximum(x, 0)))
+    check_step(
+        "rnn", cell, lambda *args: reference.elman(*args, activation=lambda x: np.maximum(x, 0))
+    )
 
 
 def test_the_exploding_state_explodes():
-    """GATO 2.2: with |h| > 1 the state of eq. 2 grows without bound; the GRU's never leaves [-1, 1]."""
+    """GATO 2.2: with |h| > 1 the state of eq. 2 grows without bound; the GRU's never leaves [-1,
+    1]."""
     cell, gru, steps = build("exploding"), build("gru"), 200
     params = jax.tree.map(jnp.zeros_like, parameters(cell, 1))
     params["kernel"]["z"] -= 4.0  # z = tanh(-4), so 1 - z is nearly 2
@@ -140,7 +167,9 @@ def test_the_exploding_state_explodes():
     xs, start = jnp.ones((steps, 1)), jnp.full((FEATURES,), 1.5)
     size = np.abs(run(cell, params, xs, rg.HiddenState(start), backend="scan")[1]).max(axis=1)
     assert (np.diff(size) > 0).all() and size[-1] > 300
-    bounded = run(gru, parameters(gru, 1, scale=5.0), xs, rg.HiddenState(start / 2), backend="scan")[1]
+    bounded = run(
+        gru, parameters(gru, 1, scale=5.0), xs, rg.HiddenState(start / 2), backend="scan"
+    )[1]
     assert np.abs(bounded).max() <= 1.0
 
 
@@ -149,7 +178,9 @@ def test_gradients_of_one_step(name):
     cell = build(name)
     params, carry, x = parameters(cell, INPUTS), state(cell, (2,)), array(8, 2, INPUTS)
     apply = lambda params, carry, x: cell.apply({"params": params}, carry, x)  # noqa: E731
-    check_grads(apply, (params, carry, x), order=1, modes=("fwd", "rev"), eps=1e-6, atol=1e-7, rtol=1e-6)
+    check_grads(
+        apply, (params, carry, x), order=1, modes=("fwd", "rev"), eps=1e-6, atol=1e-7, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -159,7 +190,9 @@ def test_methods_and_flax_cell_are_one(name):
     z = cell.project(params, x)
     new = cell.step(params, carry, z)
     assert_identical(cell.apply({"params": params}, carry, x), (new, cell.emit(params, new, z)))
-    for before, after in zip(jax.tree.leaves(cell.initial((2,))), jax.tree.leaves(new), strict=True):
+    for before, after in zip(
+        jax.tree.leaves(cell.initial((2,))), jax.tree.leaves(new), strict=True
+    ):
         assert (before.shape, before.dtype) == (after.shape, after.dtype) and not np.any(before)
 
 
@@ -177,7 +210,9 @@ def test_public_functions_and_methods_are_one(gate):
         separate = ("u",) if reset == "after" else ()
         z = rg.linear_project(params, x, gate=spec.tie(), separate=separate)
         assert_identical(z, gru.project(params, x))
-        assert_identical(rg.gru_step(params, carry, z, gate=spec, reset=reset), gru.step(params, carry, z))
+        assert_identical(
+            rg.gru_step(params, carry, z, gate=spec, reset=reset), gru.step(params, carry, z)
+        )
 
 
 @pytest.mark.parametrize("name", ["rnn", "gato1", "gato2"])
@@ -207,7 +242,10 @@ def test_gates_report_what_the_step_used(name):
         assert_close(gates["f"] * carry.h + gates["i"] * gates["u"], new.h)
         assert ("reset" in gates) == name.endswith("gru")
     elif name == "exploding":
-        assert_close(gates["z"], np.tanh(reference.affine(to_numpy(params), "z", np.asarray(x), np.asarray(carry.h))))
+        assert_close(
+            gates["z"],
+            np.tanh(reference.affine(to_numpy(params), "z", np.asarray(x), np.asarray(carry.h))),
+        )
     elif name == "rnn":
         assert gates == {}
 
@@ -215,13 +253,17 @@ def test_gates_report_what_the_step_used(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_saturated_cells_stay_finite(name):
     cell = build(name)
-    params, carry, x = parameters(cell, INPUTS, scale=1e3), state(cell, (2,)), array(8, 2, INPUTS, scale=1e3)
+    params, carry, x = (
+        parameters(cell, INPUTS, scale=1e3),
+        state(cell, (2,)),
+        array(8, 2, INPUTS, scale=1e3),
+    )
 
     @quick_jit
     def run(params, carry, x):
-        return jax.value_and_grad(lambda *args: cell.apply({"params": args[0]}, *args[1:])[1].sum(), (0, 1, 2))(
-            params, carry, x
-        )
+        return jax.value_and_grad(
+            lambda *args: cell.apply({"params": args[0]}, *args[1:])[1].sum(), (0, 1, 2)
+        )(params, carry, x)
 
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(run(params, carry, x)))
 
@@ -230,7 +272,8 @@ def test_saturated_cells_stay_finite(name):
 
 
 def laws_agree(a, b):
-    """Two draws of one law: equal constants, else a two-sample Kolmogorov-Smirnov test at fixed keys."""
+    """Two draws of one law: equal constants, else a two-sample Kolmogorov-Smirnov test at fixed
+    keys."""
     a, b = np.ravel(np.asarray(a, np.float64)), np.ravel(np.asarray(b, np.float64))
     if np.unique(a).size == 1 or np.unique(b).size == 1:
         return np.unique(a).tolist() == np.unique(b).tolist()
@@ -241,7 +284,9 @@ def laws_agree(a, b):
 def test_both_ways_to_start_are_one_law(name):
     cell = rg.CELLS[name](64)
     pure = cell.init_params(jax.random.key(0), 32)
-    flax = cell.init(jax.random.key(0), cell.initial((1,)), jnp.zeros((1, 32), jnp.float32))["params"]
+    flax = cell.init(jax.random.key(0), cell.initial((1,)), jnp.zeros((1, 32), jnp.float32))[
+        "params"
+    ]
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), pure) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), flax
     )
@@ -264,7 +309,9 @@ def test_dense_cells_start_as_said(name):
     for kernel in params["kernel"].values():
         assert abs(kernel.std() * np.sqrt(200) - 1) < 0.05 and abs(kernel.mean()) < 0.005
     for slot, bias in params["bias"].items():
-        assert np.unique(bias).tolist() == [1.0 if slot == "f" and name in ("lstm", "janet") else 0.0]
+        assert np.unique(bias).tolist() == [
+            1.0 if slot == "f" and name in ("lstm", "janet") else 0.0
+        ]
     if name == "ur_lstm":
         u = reference.sigmoid(params["gate"]["b"].astype(np.float64))
         assert u.min() >= 1 / 32 - 1e-6 and u.max() <= 1 - 1 / 32 + 1e-6 and np.unique(u).size == 32
@@ -274,7 +321,12 @@ def test_dense_cells_start_as_said(name):
 def test_gato_starts_uniform(name):
     """GATO B.2: every parameter from U[-0.1, 0.1]."""
     for leaf in jax.tree.leaves(rg.CELLS[name](512).init_params(jax.random.key(0), 20)):
-        assert stats.kstest(np.ravel(np.asarray(leaf, np.float64)), stats.uniform(-0.1, 0.2).cdf).pvalue > 1e-3
+        assert (
+            stats.kstest(
+                np.ravel(np.asarray(leaf, np.float64)), stats.uniform(-0.1, 0.2).cdf
+            ).pvalue
+            > 1e-3
+        )
 
 
 @pytest.mark.parametrize("name", ["ur_lstm", "c_gru", "um_janet"])
@@ -285,7 +337,11 @@ def test_frozen_gate_biases_are_masked_for_the_optimizer(name):
     assert jax.tree.structure(mask) == jax.tree.structure(params)
     assert set(jax.tree.leaves(mask["gate"])) == {False}
     assert set(jax.tree.leaves({k: v for k, v in mask.items() if k != "gate"})) == {True}
-    assert set(jax.tree.leaves(rg.trainable_mask(rg.CELLS[name](FEATURES).init_params(jax.random.key(0), 2)))) == {True}
+    assert set(
+        jax.tree.leaves(
+            rg.trainable_mask(rg.CELLS[name](FEATURES).init_params(jax.random.key(0), 2))
+        )
+    ) == {True}
     nested = rg.trainable_mask({"layers_0": {"cell": params}})
     assert nested == {"layers_0": {"cell": mask}}
 
@@ -294,7 +350,9 @@ def test_frozen_gate_biases_are_masked_for_the_optimizer(name):
 
 
 def count(cell, inputs):
-    return rg.count_parameters(jax.eval_shape(lambda key: cell.init_params(key, inputs), jax.random.key(0)))
+    return rg.count_parameters(
+        jax.eval_shape(lambda key: cell.init_params(key, inputs), jax.random.key(0))
+    )
 
 
 @pytest.mark.parametrize(
@@ -308,7 +366,9 @@ def count(cell, inputs):
     ids=["copy", "adding", "icu", "ptb"],
 )
 def test_counts_are_the_papers(hidden, inputs, gato, settings, counts):
-    cells = [rg.CELLS[gato](hidden, **settings)] + [rg.CELLS[n](hidden, bias_vectors=2) for n in ("gru", "lstm")]
+    cells = [rg.CELLS[gato](hidden, **settings)] + [
+        rg.CELLS[n](hidden, bias_vectors=2) for n in ("gru", "lstm")
+    ]
     assert tuple(count(cell, inputs) for cell in cells) == counts
 
 
@@ -324,7 +384,10 @@ def test_every_gate_keeps_the_lstms_count(gate, bias_vectors, downsize):
     master, has_b = gate in ("om", "um", "cm"), gate in ("c", "u", "ur", "cr", "um", "cm")
     expected = plain + (plain // (2 * downsize) if master else 0)
     assert count(cell, inputs) == expected + has_b * (features // downsize if master else features)
-    for mode, extra in (("folded", 0), ("frozen", has_b * (features // downsize if master else features))):
+    for mode, extra in (
+        ("folded", 0),
+        ("frozen", has_b * (features // downsize if master else features)),
+    ):
         changed = dataclasses.replace(cell.gate, bias_mode=mode)
         assert count(rg.LSTM(features, gate=changed, **settings), inputs) == expected + extra
 
@@ -348,7 +411,9 @@ def test_counts_of_the_tied_cells(gate, family, maps):
 def test_equal_cells_hash_equal_and_give_one_trace(name):
     first, second, other = build(name), build(name), build(name, param_dtype=jnp.float32)
     assert first == second and hash(first) == hash(second) and first != other
-    function, traces = count_traces(lambda cell, params, carry, x: cell.apply({"params": params}, carry, x))
+    function, traces = count_traces(
+        lambda cell, params, carry, x: cell.apply({"params": params}, carry, x)
+    )
     run = quick_jit(function, static_argnums=0)
     for cell in (first, second):
         run(cell, parameters(cell, INPUTS), state(cell, (2,)), array(0, 2, INPUTS))
@@ -367,13 +432,16 @@ def test_bfloat16_computes_and_float32_carries(name):
     expected, _ = exact.apply({"params": params}, carry, x)
     assert {leaf.dtype for leaf in jax.tree.leaves(new)} == {jnp.dtype(jnp.float32)}
     assert y.dtype == jnp.bfloat16
-    assert_close(new, expected, tolerance=12 * 2.0**-8)  # a bfloat16 rounds at 2^-9; sums of 12 terms
+    assert_close(
+        new, expected, tolerance=12 * 2.0**-8
+    )  # a bfloat16 rounds at 2^-9; sums of 12 terms
     low = rg.CELLS[name](FEATURES, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, **settings)
     assert {leaf.dtype for leaf in jax.tree.leaves(low.initial((4,)))} == {jnp.dtype(jnp.float32)}
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"), [("xx_lstm", "_lstm"), ("lsmt", "lstm"), ("ur_gato", "gato"), ("grru", "gru")]
+    ("name", "nearest"),
+    [("xx_lstm", "_lstm"), ("lsmt", "lstm"), ("ur_gato", "gato"), ("grru", "gru")],
 )
 def test_an_unknown_name_names_the_nearest(name, nearest):
     with pytest.raises(rg.UnknownCellError, match=name) as error:
@@ -403,7 +471,9 @@ def test_wrong_settings_are_one_sentence(make, words):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("x", [jnp.zeros((2, 4)), jnp.zeros((2, INPUTS), jnp.int32)], ids=["width", "integers"])
+@pytest.mark.parametrize(
+    "x", [jnp.zeros((2, 4)), jnp.zeros((2, INPUTS), jnp.int32)], ids=["width", "integers"]
+)
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn", "gato1", "gato2"])
 def test_wrong_inputs_are_one_sentence(name, x):
     cell = build(name)

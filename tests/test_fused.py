@@ -1,7 +1,7 @@
 """The fused backend against the scan: every value and every gradient, over all pairs of options.
 
-The default run covers every pair of levels of the factors below with a greedy covering array. With `--full` every
-cell family meets every gate, every carry function and every condition.
+The default run covers every pair of levels of the factors below with a greedy covering array.
+With `--full` every cell family meets every gate, every carry function and every condition.
 """
 
 import dataclasses
@@ -36,7 +36,14 @@ FACTORS = {
     "around": ("nothing", "vmap", "checkpoint"),
     "carries": ("last", "all"),
 }
-CONDITIONS = ({}, *({name: level} for name in ("mask", "resets", "reverse", "chunk", "around") for level in FACTORS[name][1:]))
+CONDITIONS = (
+    {},
+    *(
+        {name: level}
+        for name in ("mask", "resets", "reverse", "chunk", "around")
+        for level in FACTORS[name][1:]
+    ),
+)
 
 
 def possible(family, gate):
@@ -49,7 +56,9 @@ def covering_array():
     wanted = {
         pair
         for a, b in itertools.combinations(names, 2)
-        for pair in itertools.product([(a, level) for level in FACTORS[a]], [(b, level) for level in FACTORS[b]])
+        for pair in itertools.product(
+            [(a, level) for level in FACTORS[a]], [(b, level) for level in FACTORS[b]]
+        )
         if {a, b} != {"family", "gate"} or possible(pair[0][1], pair[1][1])
     }
     rows, draw = [], np.random.default_rng(0)
@@ -65,12 +74,25 @@ def covering_array():
                 if name not in row:
                     levels = list(FACTORS[name])
                     if name in ("family", "gate"):
-                        draw.shuffle(levels)  # of equals elsewhere the first level, the plainest, is taken
+                        draw.shuffle(
+                            levels
+                        )  # of equals elsewhere the first level, the plainest, is taken
                     if name == "gate":
                         levels = [gate for gate in levels if possible(row["family"], gate)]
                     if name == "family":
-                        levels = [family for family in levels if possible(family, row.get("gate", "standard"))]
-                    trial = [{key: {**row, name: level}[key] for key in names if key in row or key == name} for level in levels]
+                        levels = [
+                            family
+                            for family in levels
+                            if possible(family, row.get("gate", "standard"))
+                        ]
+                    trial = [
+                        {
+                            key: {**row, name: level}[key]
+                            for key in names
+                            if key in row or key == name
+                        }
+                        for level in levels
+                    ]
                     row = max(trial, key=lambda candidate: len(covers(candidate)))
             row = {name: row[name] for name in names}
             if len(covers(row)) > len(best_covered):
@@ -82,14 +104,18 @@ def covering_array():
 
 def full_product():
     first = {name: levels[0] for name, levels in FACTORS.items()}
-    for family, gate, carry in itertools.product(FACTORS["family"], FACTORS["gate"], FACTORS["carry"]):
+    for family, gate, carry in itertools.product(
+        FACTORS["family"], FACTORS["gate"], FACTORS["carry"]
+    ):
         if possible(family, gate):
             for condition in CONDITIONS:
                 yield {**first, "family": family, "gate": gate, "carry": carry, **condition}
 
 
 def name_of(row):
-    return "-".join(f"{level}" if isinstance(level, str) else f"{name}:{level}" for name, level in row.items())
+    return "-".join(
+        f"{level}" if isinstance(level, str) else f"{name}:{level}" for name, level in row.items()
+    )
 
 
 def pytest_generate_tests(metafunc):
@@ -124,15 +150,23 @@ def build(family, gate="standard"):
 
 
 def carry_functions(kind, cell):
-    """The functions; "other" is the field beside the one that feeds the products, where there is one."""
+    """The functions; "other" is the field beside the one that feeds the products, where there is
+    one."""
     fields = cell.initial(())._fields
     field, other = ("r", "s") if "r" in fields else ("h", fields[0])
     return {
         "none": (),
         "detach": (rg.Detach(p=0.5, field=field),),
-        "detach_own_other": (rg.Detach(p=0.5, field=other, per_example=True), rg.Detach(p=0.3, field=field)),
+        "detach_own_other": (
+            rg.Detach(p=0.5, field=other, per_example=True),
+            rg.Detach(p=0.3, field=field),
+        ),
         "damp": (rg.Damp(p=0.4, field=field), rg.Damp(p=0.3, field=other)),
-        "zoneout": (rg.Zoneout(p=0.5, field=other), rg.Zoneout(p=0.3, field=field), rg.Detach(p=0.5, field=field)),
+        "zoneout": (
+            rg.Zoneout(p=0.5, field=other),
+            rg.Zoneout(p=0.3, field=field),
+            rg.Detach(p=0.5, field=field),
+        ),
         "zoneout_mean": (rg.Zoneout(p=0.5, field=other), rg.Zoneout(p=0.3, field=field)),
     }[kind]
 
@@ -141,14 +175,25 @@ def draw(fn, width, rng):
     """A noise for one carry function: zoneout's as masks, whose keys would compile for long."""
     if isinstance(fn, rg.Damp):
         return None
-    shape = (STEPS, BATCH, width) if isinstance(fn, rg.Zoneout) else (STEPS, BATCH) if fn.per_example else (STEPS,)
+    shape = (
+        (STEPS, BATCH, width)
+        if isinstance(fn, rg.Zoneout)
+        else (STEPS, BATCH)
+        if fn.per_example
+        else (STEPS,)
+    )
     return jnp.asarray(rng.random(shape) < 0.5)
 
 
 def options(row, cell, rng):
     """The keyword arguments of unroll that a row stands for."""
     functions = carry_functions(row["carry"], cell)
-    how = dict(carry_fns=functions, reverse=row["reverse"], remat=row["chunk"], return_carries=row["carries"])
+    how = dict(
+        carry_fns=functions,
+        reverse=row["reverse"],
+        remat=row["chunk"],
+        return_carries=row["carries"],
+    )
     if row["carry"] == "zoneout_mean":
         how["deterministic"] = True
     else:
@@ -163,7 +208,8 @@ def options(row, cell, rng):
 
 
 def compare(cell, how, around="nothing", tolerance=1e-10):
-    """Values, and gradients of params, inputs, carry and fresh, for cotangents on ys, on the carry and on both."""
+    """Values, and gradients of params, inputs, carry and fresh, for cotangents on ys, on the
+    carry and on both."""
     lanes = (2,) if around == "vmap" else ()
     params, xs = parameters(cell, INPUTS), array(8, *lanes, STEPS, BATCH, INPUTS)
     carry, fresh = (state(cell, (*lanes, BATCH), seed) for seed in (0, 50))
@@ -185,7 +231,10 @@ def compare(cell, how, around="nothing", tolerance=1e-10):
         shapes = jax.eval_shape(forward, params, xs, carry, fresh)
         random = jax.tree.map(lambda leaf: array(31, *leaf.shape), shapes)
         zeros = jax.tree.map(jnp.zeros_like, random)
-        return [pull(cotangents) for cotangents in ((zeros[0], random[1]), (random[0], zeros[1]), random)]
+        return [
+            pull(cotangents)
+            for cotangents in ((zeros[0], random[1]), (random[0], zeros[1]), random)
+        ]
 
     fused, scan = results("fused"), results("scan")
     assert_close(fused, scan, tolerance)
@@ -193,7 +242,11 @@ def compare(cell, how, around="nothing", tolerance=1e-10):
 
 def test_fused_is_the_scan(row):
     cell = build(row["family"], row["gate"])
-    compare(cell, options(row, cell, np.random.default_rng(zlib.crc32(name_of(row).encode()))), row["around"])
+    compare(
+        cell,
+        options(row, cell, np.random.default_rng(zlib.crc32(name_of(row).encode()))),
+        row["around"],
+    )
 
 
 def test_the_covering_array_covers():
@@ -206,7 +259,11 @@ def test_the_covering_array_covers():
         assert seen == levels
 
 
-@pytest.mark.parametrize("settings", [dict(s_update="accumulate", gamma=jnp.sin), dict(emit_s_only=True), dict(wrap=None)], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [dict(s_update="accumulate", gamma=jnp.sin), dict(emit_s_only=True), dict(wrap=None)],
+    ids=str,
+)
 def test_gato_settings(settings):
     compare(rg.CELLS["gato2"](FEATURES, hidden=3, param_dtype=jnp.float64, **settings), {})
 
@@ -224,9 +281,14 @@ def test_longer_than_the_chunks_that_fused_takes_by_itself():
     @quick_jit
     def run(params, xs):
         def loss(params, xs, backend):
-            return dot(rg.unroll(cell, params, xs, backend=backend), (state(cell, (BATCH,)), array(9, 45, BATCH, FEATURES)))
+            return dot(
+                rg.unroll(cell, params, xs, backend=backend),
+                (state(cell, (BATCH,)), array(9, 45, BATCH, FEATURES)),
+            )
 
-        return [jax.value_and_grad(loss, (0, 1))(params, xs, backend) for backend in ("fused", "scan")]
+        return [
+            jax.value_and_grad(loss, (0, 1))(params, xs, backend) for backend in ("fused", "scan")
+        ]
 
     fused, scan = run(params, xs)
     assert_close(fused, scan)
@@ -246,7 +308,8 @@ def test_a_carry_function_of_ones_own():
 
 @pytest.mark.parametrize("family", ["lstm", "gato2"])
 def test_p_has_the_same_gradient_everywhere(family):
-    """p is a leaf: the mean form of zoneout is differentiable in it, on both backends or on neither."""
+    """p is a leaf: the mean form of zoneout is differentiable in it, on both backends or on
+    neither."""
     cell = build(family)
     params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
     field = "r" if family == "gato2" else "h"
@@ -254,7 +317,9 @@ def test_p_has_the_same_gradient_everywhere(family):
     def slope(backend):
         def loss(p):
             fns = (rg.Zoneout(p=p, field=field),)
-            return rg.unroll(cell, params, xs, carry_fns=fns, deterministic=True, backend=backend)[1].sum()
+            return rg.unroll(cell, params, xs, carry_fns=fns, deterministic=True, backend=backend)[
+                1
+            ].sum()
 
         return quick_jit(jax.grad(loss))(0.3)
 
@@ -278,12 +343,17 @@ def test_what_fused_does_not_serve_is_refused_in_one_sentence(make, fns, x32):
     with pytest.raises(ValueError, match="fused") as error:
         rg.unroll(cell, params, xs, carry_fns=fns, backend="fused")
     assert "\n" not in str(error.value)
-    by_itself = rg.unroll(cell, params, xs, carry_fns=fns, backend="auto")  # and auto takes the scan
-    assert_close(by_itself, rg.unroll(cell, params, xs, carry_fns=fns, backend="scan"), tolerance=1e-6)
+    by_itself = rg.unroll(
+        cell, params, xs, carry_fns=fns, backend="auto"
+    )  # and auto takes the scan
+    assert_close(
+        by_itself, rg.unroll(cell, params, xs, carry_fns=fns, backend="scan"), tolerance=1e-6
+    )
 
 
 def temporary_bytes(backend):
-    """What one training step of the adding task's GATO keeps in temporaries, as the compiler plans it."""
+    """What one training step of the adding task's GATO keeps in temporaries, as the compiler
+    plans it."""
     cell, steps, batch = rg.CELLS["gato2"](512), 750, 64
 
     def train(params, moments, xs, targets):
@@ -297,11 +367,14 @@ def temporary_bytes(backend):
 
     params = jax.eval_shape(lambda key: cell.init_params(key, 2), jax.random.key(0))
     arrays = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((steps, batch, 2), (batch,)))
-    return jax.jit(train).lower(params, params, *arrays).compile().memory_analysis().temp_size_in_bytes
+    return (
+        jax.jit(train).lower(params, params, *arrays).compile().memory_analysis().temp_size_in_bytes
+    )
 
 
 def test_the_memory_of_a_gato_training_step(x32):
-    """750 steps, batch 64, J = 256, k = 32: at most 400 MB, where [T, B, J, k] alone would take 1.6 GB."""
+    """750 steps, batch 64, J = 256, k = 32: at most 400 MB, where [T, B, J, k] alone would take
+    1.6 GB."""
     fused = temporary_bytes("fused")
     assert fused <= 400e6
     assert temporary_bytes("scan") > 4 * fused

@@ -17,16 +17,27 @@ from tests.support import array, assert_close, to_numpy
 pytestmark = pytest.mark.usefixtures("x64")
 
 UNIT = st.floats(0.0, 1.0)
-B_SIGNS = {"c": "f+ i-", "u": "f+ i-", "ur": "f+ r-", "cr": "f+ r-", "um": "mf+ mi-", "cm": "mf+ mi-"}
+B_SIGNS = {
+    "c": "f+ i-",
+    "u": "f+ i-",
+    "ur": "f+ r-",
+    "cr": "f+ r-",
+    "um": "mf+ mi-",
+    "cm": "mf+ mi-",
+}
 
 
 def gate(name, downsize=1):
-    return dataclasses.replace(rg.GATES[name], downsize=downsize) if downsize > 1 else rg.GATES[name]
+    return (
+        dataclasses.replace(rg.GATES[name], downsize=downsize) if downsize > 1 else rg.GATES[name]
+    )
 
 
 def pre_activations(spec, features, seed=0, batch=()):
     slots = spec.slots(features).items()
-    return {slot: array(seed + n, *batch, width, scale=2.0) for n, (slot, width) in enumerate(slots)}
+    return {
+        slot: array(seed + n, *batch, width, scale=2.0) for n, (slot, width) in enumerate(slots)
+    }
 
 
 def own_parameters(spec, features, seed=9):
@@ -119,7 +130,9 @@ def test_cumax_never_leaves_the_unit_interval(dtype):
     np.testing.assert_allclose(values[:, -1], 1.0, atol=300 * 2.0**-24)
 
 
-@pytest.mark.parametrize(("start", "printed"), [("negative", (0.027, 0.5, 0.973)), ("zero", (0.014, 0.5, 0.986))])
+@pytest.mark.parametrize(
+    ("start", "printed"), [("negative", (0.027, 0.5, 0.973)), ("zero", (0.014, 0.5, 0.986))]
+)
 def test_quantiles_of_a_refined_uniform_gate(start, printed):
     """The 1, 50 and 99% points of g at zero pre-activation, d = 256, with -b and with 0 on r."""
     spec = dataclasses.replace(rg.GATES["ur"], refine_bias=start)
@@ -128,7 +141,9 @@ def test_quantiles_of_a_refined_uniform_gate(start, printed):
     zeros = jnp.zeros(draws)
     g, i = spec({"b": b}, {"f": zeros, "r": zeros})
     quantiles = np.quantile(np.asarray(g), (0.01, 0.5, 0.99))
-    assert np.abs(quantiles - printed).max() < 5e-4 + 4e-4  # the rounding of the print, 3 sigma of the sample
+    assert (
+        np.abs(quantiles - printed).max() < 5e-4 + 4e-4
+    )  # the rounding of the print, 3 sigma of the sample
     u = 1 / 256 + np.asarray([0.01, 0.5, 0.99]) * (1 - 2 / 256)  # the exact quantiles of f
     exact = 2 * u - 3 * u**2 + 2 * u**3 if start == "negative" else u
     assert np.abs(exact - printed).max() < 5e-4
@@ -165,19 +180,26 @@ def test_saturated_gates_are_finite(name):
     spec = gate(name)
     slots = list(spec.slots(4))
     params = own_parameters(spec, 4)
-    value_and_slope = jax.jit(lambda pre: (spec(params, pre), jax.grad(lambda p: sum(map(jnp.sum, spec(params, p))))(pre)))
+    value_and_slope = jax.jit(
+        lambda pre: (spec(params, pre), jax.grad(lambda p: sum(map(jnp.sum, spec(params, p))))(pre))
+    )
     for signs in itertools.product((-1e4, 1e4), repeat=len(slots)):
         pre = {slot: jnp.full((4,), sign) for slot, sign in zip(slots, signs, strict=True)}
         (f, i), slopes = value_and_slope(pre)
         for value in (f, i):
-            assert np.isfinite(value).all() and (np.asarray(value) >= 0).all() and (np.asarray(value) <= 1).all()
+            assert (
+                np.isfinite(value).all()
+                and (np.asarray(value) >= 0).all()
+                and (np.asarray(value) <= 1).all()
+            )
         assert all(np.isfinite(slope).all() for slope in slopes.values())
 
 
 @pytest.mark.parametrize("refine_bias", ["negative", "zero"])
 @pytest.mark.parametrize("refine_input", [False, True])
 def test_a_free_input_gate_with_its_own_refine_gate(refine_input, refine_bias):
-    """Each refine gate starts against the gate that it refines: f at +b with r at -b, i at -b with its own at +b."""
+    """Each refine gate starts against the gate that it refines: f at +b with r at -b, i at -b
+    with its own at +b."""
     spec = rg.Gate(bias="uniform", refine=True, refine_input=refine_input, refine_bias=refine_bias)
     pre, params = pre_activations(spec, 5), own_parameters(spec, 5)
     assert set(pre) == {"f", "i", "r"} | ({"ri"} if refine_input else set())
@@ -236,10 +258,13 @@ def test_where_the_linear_bias_of_f_starts():
     for name in rg.GATES:
         start = rg.GATES[name].slot_bias(jax.random.key(0), 5)
         expected = {"f": 1.0} if name in ("standard", "r") else {}
-        assert {slot: set(np.asarray(value).tolist()) for slot, value in start.items() if np.any(value)} == {
-            slot: {value} for slot, value in expected.items()
-        }
-    assert np.asarray(rg.Gate(forget_bias=2.5).slot_bias(jax.random.key(0), 3)["f"]).tolist() == [2.5] * 3
+        assert {
+            slot: set(np.asarray(value).tolist()) for slot, value in start.items() if np.any(value)
+        } == {slot: {value} for slot, value in expected.items()}
+    assert (
+        np.asarray(rg.Gate(forget_bias=2.5).slot_bias(jax.random.key(0), 3)["f"]).tolist()
+        == [2.5] * 3
+    )
 
 
 def test_uniform_masters_draw_from_the_hidden_size():
@@ -248,13 +273,20 @@ def test_uniform_masters_draw_from_the_hidden_size():
     draws = np.concatenate([spec.init(jax.random.key(seed), 64)["b"] for seed in range(500)])
     assert draws.shape == (2000,)
     u = reference.sigmoid(draws.astype(np.float64))
-    assert u.min() < 1 / 32 and u.max() > 1 - 1 / 32  # impossible with d = 4, whose u stays in [1/4, 3/4]
+    assert (
+        u.min() < 1 / 32 and u.max() > 1 - 1 / 32
+    )  # impossible with d = 4, whose u stays in [1/4, 3/4]
     assert u.min() > 1 / 64 - 1e-6 and u.max() < 1 - 1 / 64 + 1e-6
 
 
 def test_gates_are_values():
     assert rg.GATES["ur"] == rg.Gate(bias="uniform", refine=True, tied=True)
-    assert len({hash(spec) for spec in rg.GATES.values()} | {hash(dataclasses.replace(rg.GATES["ur"]))}) == 11
+    assert (
+        len(
+            {hash(spec) for spec in rg.GATES.values()} | {hash(dataclasses.replace(rg.GATES["ur"]))}
+        )
+        == 11
+    )
     assert set(rg.GATES) == {"standard", "c", "u", "o", "r", "ur", "cr", "or", "om", "um", "cm"}
 
 
@@ -277,7 +309,9 @@ def test_impossible_gates_are_refused_in_one_sentence(settings, word):
     assert str(error.value).count("\n") == 0
 
 
-@pytest.mark.parametrize(("spec", "features"), [(gate("om", 3), 8), (rg.GATES["u"], 2), (gate("um", 2), 2)])
+@pytest.mark.parametrize(
+    ("spec", "features"), [(gate("om", 3), 8), (rg.GATES["u"], 2), (gate("um", 2), 2)]
+)
 def test_sizes_that_do_not_fit_are_refused(spec, features):
     with pytest.raises(ValueError, match=str(features)):
         spec.slots(features)

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 import recurrent_gates as rg
 from tests import reference
-from tests.support import array, assert_close, assert_identical, parameters, quick_jit, state, to_numpy
+from tests.support import (
+    array,
+    assert_close,
+    assert_identical,
+    parameters,
+    quick_jit,
+    state,
+    to_numpy,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -24,7 +32,8 @@ def build(name, **settings):
 
 
 def jacobian_by_hand(params, carry, xs):
-    """The diagonals of dr_T/dr_t and ds_T/dr_t, T = t+1..: products of df and sums of dg (eq. 3), per unit."""
+    """The diagonals of dr_T/dr_t and ds_T/dr_t, T = t+1..: products of df and sums of dg (eq.
+    3), per unit."""
     r, s = carry
     product, total = np.ones(UNITS), np.zeros(UNITS)
     rows = []
@@ -83,7 +92,9 @@ def test_unrolled_states_are_the_papers(name, backend):
     run = quick_jit(lambda *args: rg.unroll(cell, *args, return_carries="all", backend=backend))
     carries, ys = run(params, xs, carry)
     step = functools.partial(reference.gato, to_numpy(params))
-    expected, _, _ = reference.unroll(step, to_numpy(tuple(carry)), np.asarray(xs), emit=lambda c: c[1])
+    expected, _, _ = reference.unroll(
+        step, to_numpy(tuple(carry)), np.asarray(xs), emit=lambda c: c[1]
+    )
     assert_close(carries.r, expected[0])
     assert_close(ys, np.concatenate([np.cos(expected[1]), expected[0]], axis=-1))
     assert_close(np.exp(1j * np.asarray(carries.s)), np.exp(1j * expected[1]))
@@ -112,7 +123,11 @@ def long_run(cell, params, xs):
 def test_wrapping_changes_neither_outputs_nor_gradients(name):
     wrapped, plain = build(name), build(name, wrap=None)
     assert wrapped.period == 2 * np.pi and plain.period is None
-    params, xs, cotangent = parameters(plain, INPUTS), array(8, 40, 2, INPUTS), array(9, 40, 2, 2 * UNITS)
+    params, xs, cotangent = (
+        parameters(plain, INPUTS),
+        array(8, 40, 2, INPUTS),
+        array(9, 40, 2, 2 * UNITS),
+    )
 
     def run(cell):
         def loss(params, xs):
@@ -141,7 +156,9 @@ def test_wrapping_keeps_float32_exact_over_long_sequences():
     for wrap in ("auto", None):
         ys = long_run(build("gato1", wrap=wrap, param_dtype=jnp.float32), *low)[1]
         errors.append(np.abs(np.asarray(ys)[:, :UNITS] - exact).max())
-    assert errors[0] < 1e-3 and errors[1] > 10 * errors[0]  # the increments' own rounding, 16,384 * 2^-25, is left
+    assert (
+        errors[0] < 1e-3 and errors[1] > 10 * errors[0]
+    )  # the increments' own rounding, 16,384 * 2^-25, is left
 
 
 def test_s_does_not_stall_in_bfloat16():
@@ -149,7 +166,9 @@ def test_s_does_not_stall_in_bfloat16():
     cell = build("gato1", wrap=None, dtype=jnp.bfloat16, param_dtype=jnp.float32)
     params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), parameters(cell, 1))
     carries, _ = long_run(cell, params, jnp.zeros((800, 1), jnp.float32))
-    np.testing.assert_allclose(carries.s[-1], 800 * np.log(2), rtol=3e-3)  # log 2 rounds to within 2^-9 in bfloat16
+    np.testing.assert_allclose(
+        carries.s[-1], 800 * np.log(2), rtol=3e-3
+    )  # log 2 rounds to within 2^-9 in bfloat16
 
 
 @pytest.mark.parametrize("s_update", ["zero", "replace"])
@@ -163,7 +182,9 @@ def test_ablations(s_update):
 
     carries, blocks = quick_jit(run)(carry), quick_jit(jax.jacrev(run))(carry)
     step = functools.partial(reference.gato, to_numpy(params), s_update=s_update)
-    expected, _, _ = reference.unroll(step, to_numpy(tuple(carry)), np.asarray(xs), emit=lambda c: c[1])
+    expected, _, _ = reference.unroll(
+        step, to_numpy(tuple(carry)), np.asarray(xs), emit=lambda c: c[1]
+    )
     assert_close(tuple(carries), expected)
     np.testing.assert_array_equal(blocks.s.s, np.zeros((STEPS, UNITS, UNITS)))
     assert np.abs(blocks.r.r).min(axis=(1, 2)).max() == 0 and np.abs(blocks.r.r).max() > 0
@@ -172,12 +193,18 @@ def test_ablations(s_update):
 def test_what_is_emitted():
     """[gamma(s), r], or gamma(s) alone; gamma is an argument."""
     xs = array(8, STEPS, 2, INPUTS)
-    both, s_only, sine = build("gato1"), build("gato1", emit_s_only=True), build("gato1", gamma=jnp.sin)
+    both, s_only, sine = (
+        build("gato1"),
+        build("gato1", emit_s_only=True),
+        build("gato1", gamma=jnp.sin),
+    )
     params = parameters(both, INPUTS)
     carries, ys = long_run(both, params, xs)
     assert_close(ys, np.concatenate([np.cos(carries.s), carries.r], axis=-1))
     assert_close(long_run(s_only, params, xs)[1], np.cos(carries.s))
-    assert_close(long_run(sine, params, xs)[1], np.concatenate([np.sin(carries.s), carries.r], axis=-1))
+    assert_close(
+        long_run(sine, params, xs)[1], np.concatenate([np.sin(carries.s), carries.r], axis=-1)
+    )
 
 
 # Section 4.3: r counts, g stores its input in s at the count of its own unit.
@@ -205,12 +232,21 @@ CAPACITY = 6
 
 @given(st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=0, max_size=CAPACITY))
 def test_memorizes_any_sequence_of_at_most_j_numbers(sequence):
-    cell = rg.GATO(2 * CAPACITY, f=Count(), g=StoreAtCount(), gamma=identity, emit_s_only=True, param_dtype=jnp.float64)
+    cell = rg.GATO(
+        2 * CAPACITY,
+        f=Count(),
+        g=StoreAtCount(),
+        gamma=identity,
+        emit_s_only=True,
+        param_dtype=jnp.float64,
+    )
     xs = np.zeros((CAPACITY, 1))
     xs[: len(sequence), 0] = sequence
     lengths = jnp.asarray(len(sequence))
     carry, _ = memorize(cell, jnp.asarray(xs), lengths)
-    np.testing.assert_array_equal(carry.s, np.concatenate([sequence, np.zeros(CAPACITY - len(sequence))]))
+    np.testing.assert_array_equal(
+        carry.s, np.concatenate([sequence, np.zeros(CAPACITY - len(sequence))])
+    )
     assert carry.r.tolist() == [len(sequence)] * CAPACITY
 
 
@@ -222,8 +258,11 @@ def memorize(cell, xs, lengths):
 
 
 def test_memorized_tokens_are_read_through_the_cosine():
-    """At every step the cosines of s hold all tokens so far, in order: a decoder can condition on them."""
-    cell = rg.GATO(2 * CAPACITY, f=Count(), g=StoreAtCount(), emit_s_only=True, param_dtype=jnp.float64)
+    """At every step the cosines of s hold all tokens so far, in order: a decoder can condition
+    on them."""
+    cell = rg.GATO(
+        2 * CAPACITY, f=Count(), g=StoreAtCount(), emit_s_only=True, param_dtype=jnp.float64
+    )
     tokens = np.random.default_rng(0).integers(0, 10, (CAPACITY, 20))
     angles = jnp.asarray(tokens * np.pi / 10)[..., None]
     _, ys = memorize(cell, angles, jnp.full((20,), CAPACITY))

@@ -1,4 +1,5 @@
-"""Every file of golden/ in values and all gradients, on both backends: numbers that others computed."""
+"""Every file of golden/ in values and all gradients, on both backends: numbers that others
+computed."""
 
 import pathlib
 
@@ -26,7 +27,8 @@ def load(name):
 
 
 def tree(data, prefix, rows, input_map, hidden_map, split=None):
-    """Another implementation's two linear maps, as this library's tree: role, then slot, weights [in, out]."""
+    """Another implementation's two linear maps, as this library's tree: role, then slot, weights
+    [in, out]."""
     split = split or (lambda matrix: dict(zip(rows, np.split(matrix, len(rows)), strict=True)))
     named = {
         "kernel": data[f"{prefix}.{input_map}.weight"],
@@ -34,35 +36,47 @@ def tree(data, prefix, rows, input_map, hidden_map, split=None):
         "recurrent_kernel": data[f"{prefix}.{hidden_map}.weight"],
         "recurrent_bias": data[f"{prefix}.{hidden_map}.bias"],
     }
-    return {role: {slot: jnp.asarray(block.T) for slot, block in split(m).items()} for role, m in named.items()}
+    return {
+        role: {slot: jnp.asarray(block.T) for slot, block in split(m).items()}
+        for role, m in named.items()
+    }
 
 
 def split_on_lstm(features, chunk):
     """ON-LSTM's rows: master input, master forget, then out, cell, in, forget."""
     masters = features // chunk
     ends = np.cumsum([masters, masters, features, features, features])
-    return lambda matrix: dict(zip(("mi", "mf", "o", "u", "i", "f"), np.split(matrix, ends), strict=True))
+    return lambda matrix: dict(
+        zip(("mi", "mf", "o", "u", "i", "f"), np.split(matrix, ends), strict=True)
+    )
 
 
 def problem(name):
-    """The cell, its parameters, the expected gradients of them, and the carry functions with their noise."""
+    """The cell, its parameters, the expected gradients of them, and the carry functions with
+    their noise."""
     data = load(name)
     features = data["ys"].shape[-1]
     settings = dict(features=features, bias_vectors=2, param_dtype=jnp.float64)
     carry_fns, noise = (), None
     if name == "ur_lstm":
         cell = rg.CELLS["ur_lstm"](**settings)
-        params, grads = (tree(data, prefix, UR_ROWS, "igates", "hgates") for prefix in ("param", "grad"))
+        params, grads = (
+            tree(data, prefix, UR_ROWS, "igates", "hgates") for prefix in ("param", "grad")
+        )
         params["gate"] = {"b": jnp.asarray(data["param.forget_bias"])}
         grads["gate"] = {"b": data["grad.forget_bias"]}
     elif name.startswith("on_lstm"):
         chunk = int(data["chunk"])
         cell = rg.CELLS["on_lstm"](**settings, downsize=chunk)
         split = split_on_lstm(features, chunk)
-        params, grads = (tree(data, prefix, None, "ih.0", "hh", split) for prefix in ("param", "grad"))
+        params, grads = (
+            tree(data, prefix, None, "ih.0", "hh", split) for prefix in ("param", "grad")
+        )
     else:
         cell = rg.CELLS["lstm"](**settings)
-        params, grads = (tree(data, prefix, LSTM_ROWS, "i2h", "h2h") for prefix in ("param", "grad"))
+        params, grads = (
+            tree(data, prefix, LSTM_ROWS, "i2h", "h2h") for prefix in ("param", "grad")
+        )
         if "detach_mask" in data:
             carry_fns = (rg.Detach(p=0.5, field="c" if "c_detach" in name else "h"),)
             noise = (jnp.asarray(data["detach_mask"] == 1),)
@@ -71,7 +85,9 @@ def problem(name):
 
 def initial(data):
     flat = data["x"].shape[1], data["ys"].shape[-1]
-    return rg.LSTMState(c=jnp.asarray(data["state0_1"].reshape(flat)), h=jnp.asarray(data["state0_0"]))
+    return rg.LSTMState(
+        c=jnp.asarray(data["state0_1"].reshape(flat)), h=jnp.asarray(data["state0_0"])
+    )
 
 
 CELLS = ("lstm_plain", "lstm_h_detach", "lstm_h_detach_all", "lstm_c_detach", "ur_lstm")
@@ -88,13 +104,22 @@ def test_one_layer(name, backend):
     def run(params, x, carry):
         def loss(params, x, carry):
             carries, ys = rg.unroll(
-                cell, params, x, carry, carry_fns=carry_fns, noise=noise, return_carries="all", backend=backend
+                cell,
+                params,
+                x,
+                carry,
+                carry_fns=carry_fns,
+                noise=noise,
+                return_carries="all",
+                backend=backend,
             )
             return dot(ys, jnp.asarray(data["cotangent"])), (carries, ys)
 
         return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(params, x, carry)
 
-    (loss, (carries, ys)), (grad_params, grad_x, grad_carry) = run(params, jnp.asarray(data["x"]), carry)
+    (loss, (carries, ys)), (grad_params, grad_x, grad_carry) = run(
+        params, jnp.asarray(data["x"]), carry
+    )
     shape = carry.c.shape
     assert_close(ys, data["ys"])
     assert_close(carries.h, data["ys"])
@@ -108,7 +133,8 @@ def test_one_layer(name, backend):
 
 @pytest.mark.parametrize("name", CELLS)
 def test_the_numpy_reference_agrees(name):
-    """The equations that the other tests lean on give the same outputs as the other implementations."""
+    """The equations that the other tests lean on give the same outputs as the other
+    implementations."""
     _, params, _, data, _, _ = problem(name)
     gate = {"ur": "ur", "on": "om"}.get(name.split("_")[0], "standard")
     how = {"downsize": int(data["chunk"])} if "chunk" in data else {}
@@ -153,7 +179,9 @@ def test_two_bidirectional_layers_of_torch(kind, backend):
             return carries, x
 
     def layers(prefix):
-        state_dict = {key.removeprefix(prefix): value for key, value in data.items() if key.startswith(prefix)}
+        state_dict = {
+            key.removeprefix(prefix): value for key, value in data.items() if key.startswith(prefix)
+        }
         return rg.from_torch(state_dict)
 
     def as_variables(loaded):
@@ -183,7 +211,9 @@ def test_two_bidirectional_layers_of_torch(kind, backend):
     assert_close(grad_x, data["grad_x"])
     assert_close(grad_params, as_variables(layers("grad.")))
     written = rg.to_torch(layers("param."))
-    expected = {key.removeprefix("param."): value for key, value in data.items() if key.startswith("param.")}
+    expected = {
+        key.removeprefix("param."): value for key, value in data.items() if key.startswith("param.")
+    }
     assert written.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_array_equal(written[name], value)

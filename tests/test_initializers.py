@@ -59,11 +59,20 @@ def test_chrono_bias_without_a_known_timescale():
         p = weights[timescale - 1] / total
         share = np.mean(np.abs(b - np.log(timescale)) < 1e-5)
         assert abs(share - p) < 4 * np.sqrt(p * (1 - p) / b.size)
-    for log_timescale in (5.0, 9.0, 12.0, 20.0, 100.0):  # inside the table, about its end, far beyond
+    for log_timescale in (
+        5.0,
+        9.0,
+        12.0,
+        20.0,
+        100.0,
+    ):  # inside the table, about its end, far beyond
         exact = weights[: int(np.exp(min(log_timescale, 14.0)))].sum() / total
         if log_timescale > 14.0:
             exact = 1 - 1 / log_timescale / total
-        assert abs(np.mean(b <= log_timescale) - exact) < 4 * np.sqrt(exact * (1 - exact) / b.size) + 1e-5
+        assert (
+            abs(np.mean(b <= log_timescale) - exact)
+            < 4 * np.sqrt(exact * (1 - exact) / b.size) + 1e-5
+        )
 
 
 @pytest.mark.parametrize("tmax", [2, 1, 0, -3])
@@ -73,7 +82,8 @@ def test_chrono_bias_needs_an_interval(tmax):
 
 
 def test_torchs_defaults():
-    """torch.nn: U(+-1/sqrt(fan in)) for Linear, U(+-1/sqrt(H)) for every recurrent leaf, N(0, 1) for Embedding."""
+    """torch.nn: U(+-1/sqrt(fan in)) for Linear, U(+-1/sqrt(H)) for every recurrent leaf, N(0, 1)
+    for Embedding."""
     kernel = initializers.torch_linear_kernel(KEY, (25, 2000))
     assert_law(kernel, stats.uniform(-0.2, 0.4).cdf)
     assert_law(initializers.torch_linear_bias(25)(KEY, (DRAWS,)), stats.uniform(-0.2, 0.4).cdf)

@@ -21,8 +21,16 @@ def state_dict(kind, layers=1, directions=1, seed=0):
     for layer in range(layers):
         width = INPUTS if layer == 0 else directions * FEATURES
         for suffix in ("", "_reverse")[:directions]:
-            shapes = {"weight_ih": (rows, width), "weight_hh": (rows, FEATURES), "bias_ih": (rows,), "bias_hh": (rows,)}
-            named |= {f"{name}_l{layer}{suffix}": draw.normal(size=shape) for name, shape in shapes.items()}
+            shapes = {
+                "weight_ih": (rows, width),
+                "weight_hh": (rows, FEATURES),
+                "bias_ih": (rows,),
+                "bias_hh": (rows,),
+            }
+            named |= {
+                f"{name}_l{layer}{suffix}": draw.normal(size=shape)
+                for name, shape in shapes.items()
+            }
     return named
 
 
@@ -48,7 +56,10 @@ def test_loaded_weights_compute_torchs_equations(kind):
     carry, ys = rg.unroll(cell, layer["forward"], xs)
     start = (np.zeros((BATCH, FEATURES)),) * len(carry)
     _, expected, expected_ys = reference.unroll(
-        lambda carry, x: torch_step(kind, weights, carry, x), start, np.asarray(xs), emit=lambda carry: carry[-1]
+        lambda carry, x: torch_step(kind, weights, carry, x),
+        start,
+        np.asarray(xs),
+        emit=lambda carry: carry[-1],
     )
     assert_close((tuple(carry), ys), (expected, expected_ys))
 
@@ -58,7 +69,9 @@ def test_loaded_weights_compute_torchs_equations(kind):
 def test_round_trips(kind, layers, directions):
     weights = state_dict(kind, layers, directions)
     loaded = rg.from_torch(weights)
-    assert [sorted(layer) for layer in loaded] == [["backward", "forward"][2 - directions :]] * layers
+    assert [sorted(layer) for layer in loaded] == [
+        ["backward", "forward"][2 - directions :]
+    ] * layers
     written = rg.to_torch(loaded)
     assert list(written) and set(written) == set(weights)
     for name, value in weights.items():

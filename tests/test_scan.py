@@ -1,4 +1,5 @@
-"""The driver over time, with toy cells whose answers are obvious and with real ones; properties by hypothesis."""
+"""The driver over time, with toy cells whose answers are obvious and with real ones; properties
+by hypothesis."""
 
 import functools
 import logging
@@ -13,7 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import recurrent_gates as rg
-from tests.support import array, assert_close, assert_identical, count_traces, dot, parameters, quick_jit, state
+from tests.support import (
+    array,
+    assert_close,
+    assert_identical,
+    count_traces,
+    dot,
+    parameters,
+    quick_jit,
+    state,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -59,7 +69,12 @@ CELLS = {
     "gato": rg.CELLS["gato2"](FEATURES, hidden=3, param_dtype=jnp.float64),
     "memory": Memory(),
 }
-BACKENDS = [(name, backend) for name in CELLS for backend in ("scan", "fused") if (name, backend) != ("memory", "fused")]
+BACKENDS = [
+    (name, backend)
+    for name in CELLS
+    for backend in ("scan", "fused")
+    if (name, backend) != ("memory", "fused")
+]
 
 
 @functools.cache
@@ -68,7 +83,10 @@ def setting(name):
     return cell, parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS), state(cell, (BATCH,))
 
 
-@quick_jit(static_argnums=0, static_argnames=("backend", "reverse", "return_carries", "remat", "unroll", "deterministic"))
+@quick_jit(
+    static_argnums=0,
+    static_argnames=("backend", "reverse", "return_carries", "remat", "unroll", "deterministic"),
+)
 def run(cell, params, xs, carry=None, **how):
     return rg.unroll(cell, params, xs, carry, **how)
 
@@ -113,10 +131,19 @@ def test_a_counter_counts():
 
 @given(masks, masks)
 def test_a_counter_counts_valid_steps_since_its_reset(valid, resets):
-    carry, ys = run(Counter(), {}, jnp.zeros((STEPS, BATCH, 1)), jnp.full((BATCH, 1), 100.0), valid=valid, resets=resets)
+    carry, ys = run(
+        Counter(),
+        {},
+        jnp.zeros((STEPS, BATCH, 1)),
+        jnp.full((BATCH, 1), 100.0),
+        valid=valid,
+        resets=resets,
+    )
     count = np.full(BATCH, 100.0)
     for t in range(STEPS):
-        started = np.where(resets[t], 0.0, count)  # a reset acts on the carry, also where the step is invalid
+        started = np.where(
+            resets[t], 0.0, count
+        )  # a reset acts on the carry, also where the step is invalid
         count = np.where(valid[t], started + 1, started)
         np.testing.assert_array_equal(ys[t, :, 0], np.where(valid[t], count, 0.0))
     np.testing.assert_array_equal(carry[:, 0], count)
@@ -149,7 +176,9 @@ def test_rows_with_lengths_are_runs_on_their_own_part(name, backend, lengths):
         if length == 0:
             assert_identical(row_of(carry, row), row_of(start, row))
         else:
-            last = jax.tree.map(lambda leaf, length=length: leaf[length - 1], row_of(all_carries, row))
+            last = jax.tree.map(
+                lambda leaf, length=length: leaf[length - 1], row_of(all_carries, row)
+            )
             assert_close(row_of(carry, row), last, tolerance=1e-13)
 
 
@@ -165,7 +194,9 @@ def test_any_pattern_of_valid_steps_is_the_sequence_without_the_others(name, bac
     packed_xs, packed_wanted = (jnp.take_along_axis(a, order, axis=0) for a in (xs, wanted[1]))
     lengths = valid.sum(axis=0)
     packed_carry, packed_ys = run(cell, params, packed_xs, start, lengths=lengths, backend=backend)
-    packed = gradients(cell, params, packed_xs, start, (wanted[0], packed_wanted), lengths=lengths, backend=backend)
+    packed = gradients(
+        cell, params, packed_xs, start, (wanted[0], packed_wanted), lengths=lengths, backend=backend
+    )
     assert_close(carry, packed_carry)
     assert_close(jnp.take_along_axis(ys, order, axis=0), packed_ys)
     np.testing.assert_array_equal(np.asarray(ys)[~np.asarray(valid)], 0.0)
@@ -190,10 +221,13 @@ def test_nan_in_padding_touches_nothing(name, backend, valid):
 @each_backend
 @given(resets=masks, reverse=st.booleans())
 def test_a_reset_splits_the_sequence(name, backend, resets, reverse):
-    """Every stretch between resets equals a run of its own from `fresh`; the first one starts from `carry`."""
+    """Every stretch between resets equals a run of its own from `fresh`; the first one starts
+    from `carry`."""
     cell, params, xs, start = setting(name)
     fresh = state(cell, (BATCH,), seed=40)
-    carry, ys = run(cell, params, xs, start, fresh=fresh, resets=resets, reverse=reverse, backend=backend)
+    carry, ys = run(
+        cell, params, xs, start, fresh=fresh, resets=resets, reverse=reverse, backend=backend
+    )
     times = range(STEPS - 1, -1, -1) if reverse else range(STEPS)
     for row in range(BATCH):
         c, outputs = row_of(start, row), [None] * STEPS
@@ -216,8 +250,18 @@ def test_the_default_reset_takes_the_cells_initial_carry_and_never_the_argument(
     later, later_ys = run(cell, params, xs[3:], backend=backend)
     assert_close((carry, ys[3:]), (later, later_ys))
     first = jax.tree.map(jnp.zeros_like, start)
-    grads = gradients(cell, params, xs, start, (cotangents(cell)[0], jnp.zeros_like(ys)), resets=resets, backend=backend)
-    assert_identical(grads[2], first)  # the argument lies before the reset: no gradient from after it
+    grads = gradients(
+        cell,
+        params,
+        xs,
+        start,
+        (cotangents(cell)[0], jnp.zeros_like(ys)),
+        resets=resets,
+        backend=backend,
+    )
+    assert_identical(
+        grads[2], first
+    )  # the argument lies before the reset: no gradient from after it
 
 
 # Time in pieces.
@@ -236,10 +280,12 @@ def test_single_calls_are_one_unroll(name, backend, reverse):
 
 @pytest.mark.parametrize(
     ("name", "backend", "cut"),
-    [(*pair, 4) for pair in BACKENDS] + [(*pair, cut) for pair in (("lstm", "scan"), ("gato", "fused")) for cut in (0, STEPS)],
+    [(*pair, 4) for pair in BACKENDS]
+    + [(*pair, cut) for pair in (("lstm", "scan"), ("gato", "fused")) for cut in (0, STEPS)],
 )
 def test_two_windows_are_one(name, backend, cut):
-    """Carry passed on, slices of one noise, lengths as a mask: values and gradients equal the whole."""
+    """Carry passed on, slices of one noise, lengths as a mask: values and gradients equal the
+    whole."""
     cell, params, xs, start = setting(name)
     field = {"gato": "r", "memory": 0}.get(name, "h")
     fns = (rg.Detach(p=0.5, field=field, per_example=True), rg.Zoneout(p=0.5, field=field))
@@ -248,7 +294,9 @@ def test_two_windows_are_one(name, backend, cut):
     wanted = cotangents(cell)
 
     def unroll(window, carry, params, xs):
-        how = dict(valid=valid[window], noise=jax.tree.map(lambda leaf: leaf[window], noise), carry_fns=fns)
+        how = dict(
+            valid=valid[window], noise=jax.tree.map(lambda leaf: leaf[window], noise), carry_fns=fns
+        )
         return rg.unroll(cell, params, xs[window], carry, backend=backend, **how)
 
     def whole(params, xs, start):
@@ -292,15 +340,20 @@ def test_no_step_and_one_step(name, backend, steps, reverse):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("remat", [None, 3])
 def test_all_carries(name, backend, reverse, remat):
-    """Those of the steps, each at its own time; the last of them in order of processing is the last carry."""
+    """Those of the steps, each at its own time; the last of them in order of processing is the
+    last carry."""
     cell, params, xs, start = setting(name)
     how = dict(reverse=reverse, backend=backend, remat=remat)
     last, ys = run(cell, params, xs, start, **how)
     carries, same = run(cell, params, xs, start, return_carries="all", **how)
     assert_close(same, ys, tolerance=1e-13)
-    assert_close(jax.tree.map(lambda leaf: leaf[0 if reverse else -1], carries), last, tolerance=1e-13)
+    assert_close(
+        jax.tree.map(lambda leaf: leaf[0 if reverse else -1], carries), last, tolerance=1e-13
+    )
     before = jax.tree.map(lambda leaf: leaf[3 if reverse else 1], carries)
-    assert_close(jax.tree.map(lambda leaf: leaf[2], carries), one_step(cell, params, before, xs[2])[0])
+    assert_close(
+        jax.tree.map(lambda leaf: leaf[2], carries), one_step(cell, params, before, xs[2])[0]
+    )
 
 
 @each_backend
@@ -309,7 +362,11 @@ def test_remat_and_unroll_change_no_value(name, backend, how):
     cell, params, xs, start = setting(name)
     fns = (rg.Zoneout(p=0.3, field={"gato": "s", "memory": 1}.get(name, "h")),)
     options = dict(backend=backend, carry_fns=fns, key=jax.random.key(1))
-    assert_close(run(cell, params, xs, start, **options, **how), run(cell, params, xs, start, **options), tolerance=1e-13)
+    assert_close(
+        run(cell, params, xs, start, **options, **how),
+        run(cell, params, xs, start, **options),
+        tolerance=1e-13,
+    )
 
 
 # Draws by absolute time; what does and does not compile again.
@@ -319,11 +376,31 @@ def test_one_key_means_one_noise_for_every_way_to_run():
     cell, params, xs, start = setting("gato")
     fns = (rg.Zoneout(p=0.5, field="r"), rg.Zoneout(p=0.5, field="s"))
     key = jax.random.key(5)
-    expected = run(cell, params, xs, start, carry_fns=fns, noise=rg.draw_noise(fns, key, STEPS, (BATCH,)), backend="scan")
-    for how in (dict(backend="scan"), dict(backend="fused"), dict(backend="scan", remat=3), dict(backend="fused", unroll=2)):
+    expected = run(
+        cell,
+        params,
+        xs,
+        start,
+        carry_fns=fns,
+        noise=rg.draw_noise(fns, key, STEPS, (BATCH,)),
+        backend="scan",
+    )
+    for how in (
+        dict(backend="scan"),
+        dict(backend="fused"),
+        dict(backend="scan", remat=3),
+        dict(backend="fused", unroll=2),
+    ):
         assert_close(run(cell, params, xs, start, carry_fns=fns, key=key, **how), expected)
     backwards = [
-        run(cell, params, xs[::-1], start, carry_fns=fns, noise=jax.tree.map(lambda leaf: leaf[::-1], noise))
+        run(
+            cell,
+            params,
+            xs[::-1],
+            start,
+            carry_fns=fns,
+            noise=jax.tree.map(lambda leaf: leaf[::-1], noise),
+        )
         for noise in [rg.draw_noise(fns, key, STEPS, (BATCH,))]
     ]
     carry, ys = run(cell, params, xs, start, carry_fns=fns, key=key, reverse=True)
@@ -350,7 +427,10 @@ def test_nothing_compiles_again_when_values_change(backend):
     outputs = []
     for seed, p in enumerate((0.0, 0.25, 1.0)):
         draw = np.random.default_rng(seed)
-        lengths, resets = jnp.asarray(draw.integers(0, STEPS, BATCH)), jnp.asarray(draw.random((STEPS, BATCH)) < 0.3)
+        lengths, resets = (
+            jnp.asarray(draw.integers(0, STEPS, BATCH)),
+            jnp.asarray(draw.random((STEPS, BATCH)) < 0.3),
+        )
         scaled = jax.tree.map(lambda leaf, seed=seed: leaf * (1.0 + seed), params)
         outputs.append(jitted(p, jax.random.key(seed), lengths, resets, scaled)[1])
     assert len(traces) == 1
@@ -358,9 +438,12 @@ def test_nothing_compiles_again_when_values_change(backend):
 
 
 def test_a_carry_function_is_an_argument_of_a_jitted_step():
-    """p is a leaf, the field is static: another p is another value, another field another program."""
+    """p is a leaf, the field is static: another p is another value, another field another
+    program."""
     cell, params, xs, _ = setting("lstm")
-    function, traces = count_traces(lambda fns, key: rg.unroll(cell, params, xs, carry_fns=fns, key=key)[1])
+    function, traces = count_traces(
+        lambda fns, key: rg.unroll(cell, params, xs, carry_fns=fns, key=key)[1]
+    )
     jitted = quick_jit(function)
     for p in (0.1, 0.9):
         jitted((rg.Detach(p=p),), jax.random.key(0))
@@ -400,8 +483,14 @@ def test_bfloat16_compute_keeps_float32_carries(name, backend):
     exact, exact_ys = run(rg.CELLS[name](8), params, xs, return_carries="all", backend=backend)
     assert ys.dtype == jnp.bfloat16 and exact_ys.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(carries)} == {jnp.dtype(jnp.float32)}
-    assert_close(carries, exact, tolerance=STEPS * 12 * 2.0**-9)  # a rounding at 2^-9 in each of 12 terms, 7 times
-    grads = quick_jit(jax.grad(lambda params: rg.unroll(cell, params, xs, backend=backend)[1].astype(jnp.float32).sum()))(params)
+    assert_close(
+        carries, exact, tolerance=STEPS * 12 * 2.0**-9
+    )  # a rounding at 2^-9 in each of 12 terms, 7 times
+    grads = quick_jit(
+        jax.grad(
+            lambda params: rg.unroll(cell, params, xs, backend=backend)[1].astype(jnp.float32).sum()
+        )
+    )(params)
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
 
@@ -410,15 +499,22 @@ def test_bfloat16_compute_keeps_float32_carries(name, backend):
 @pytest.mark.parametrize("backend", ["scan", "fused"])
 def test_any_number_of_batch_dimensions(batch, backend):
     cell, params, _, _ = setting("lstm")
-    xs, lengths = array(8, STEPS, *batch, INPUTS), jnp.asarray(np.random.default_rng(0).integers(1, STEPS, batch))
+    xs, lengths = (
+        array(8, STEPS, *batch, INPUTS),
+        jnp.asarray(np.random.default_rng(0).integers(1, STEPS, batch)),
+    )
     fns = (rg.Zoneout(p=0.5), rg.Detach(p=0.5, per_example=True))
     noise = rg.draw_noise(fns, jax.random.key(0), STEPS, batch)
     how = dict(carry_fns=fns, backend=backend)
     carry, ys = run(cell, params, xs, lengths=lengths, noise=noise, **how)
     flat = lambda leaf: leaf.reshape(STEPS, -1, *leaf.shape[1 + len(batch) :])  # noqa: E731
-    flat_carry, flat_ys = run(cell, params, flat(xs), lengths=lengths.reshape(-1), noise=jax.tree.map(flat, noise), **how)
+    flat_carry, flat_ys = run(
+        cell, params, flat(xs), lengths=lengths.reshape(-1), noise=jax.tree.map(flat, noise), **how
+    )
     assert_close(flat(ys), flat_ys, tolerance=1e-13)
-    assert_close(jax.tree.map(lambda leaf: leaf.reshape(-1, FEATURES), carry), flat_carry, tolerance=1e-13)
+    assert_close(
+        jax.tree.map(lambda leaf: leaf.reshape(-1, FEATURES), carry), flat_carry, tolerance=1e-13
+    )
 
 
 def test_what_auto_chose_is_logged_once(caplog):
@@ -476,4 +572,7 @@ def test_bad_requests_are_one_sentence(how, words, backend):
 def test_a_deterministic_run_needs_no_key():
     cell, params, xs, start = setting("lstm")
     fns = (rg.Detach(p=0.5),)
-    assert_identical(run(cell, params, xs, start, carry_fns=fns, deterministic=True), run(cell, params, xs, start))
+    assert_identical(
+        run(cell, params, xs, start, carry_fns=fns, deterministic=True),
+        run(cell, params, xs, start),
+    )

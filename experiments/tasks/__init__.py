@@ -5,7 +5,7 @@ Letters: T time, B batch. Every leaf of a batch is time-major, ``[time, batch, .
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from flax import linen as nn
@@ -62,3 +62,15 @@ class Task(Protocol):
 
     def score(self, outputs: jax.Array, batch: Batch) -> dict[str, jax.Array]:
         """``{"loss": [B], metric name: [B], ...}``, one value per example."""
+
+
+@runtime_checkable
+class FromFiles(Protocol):
+    """A task whose arrays come from files; its ``load`` is only asked for their shapes."""
+
+    def read(self) -> Any:
+        """What ``load`` has the shapes of, NumPy arrays.
+
+        Raises:
+          UserError: if files are missing or damaged.
+        """

@@ -9,9 +9,35 @@ from experiments import copy, flags, learner
 from experiments.config import UserError
 from tests.experiments.support import binary
 
-SHARED = """cell protocol hidden_size seed seeds steps batch_size learning_rate learning_rates
-clip_norm detach_prob detach_state detach_per_example detach_off_steps zoneout_c zoneout_h
-downsize tmax s_update length lambda damp_prob dtype backend data_dir workdir describe""".split()
+SHARED = [
+    "cell",
+    "protocol",
+    "hidden_size",
+    "seed",
+    "seeds",
+    "steps",
+    "batch_size",
+    "learning_rate",
+    "learning_rates",
+    "clip_norm",
+    "detach_prob",
+    "detach_state",
+    "detach_per_example",
+    "detach_off_steps",
+    "zoneout_c",
+    "zoneout_h",
+    "downsize",
+    "tmax",
+    "s_update",
+    "length",
+    "lambda",
+    "damp_prob",
+    "dtype",
+    "backend",
+    "data_dir",
+    "workdir",
+    "describe",
+]
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(finished, copied,
 def test_no_good_checkpoint_is_an_error(copied):
     for step in (0, 2, 4):
         flip_a_bit(copied / "checkpoints" / str(step))
-    with pytest.raises(UserError, match="every checkpoint in .* is damaged") as error:
+    with pytest.raises(UserError, match=r"every checkpoint in .* is damaged") as error:
         train.run(tiny(), copied)
     assert "\n" not in str(error.value)
     assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["0", "2", "4"]

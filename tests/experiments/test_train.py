@@ -7,10 +7,10 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from flax import linen as nn
+from matplotlib.figure import Figure
 
 from experiments import copy, flags, train
 from experiments.learner import Learner
@@ -56,7 +56,10 @@ def test_training_changes_every_parameter(cell):
 
 def test_what_a_run_leaves_behind(tmp_path, monkeypatch, capsys):
     shown = []
-    monkeypatch.setattr(plt, "close", shown.append)
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **k: (shown.append(self), save(self, *a, **k))
+    )
     config = tiny(seed=3, seeds=2)
     summary = train.run(config, tmp_path)
     printed = capsys.readouterr().out

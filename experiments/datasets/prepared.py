@@ -1,0 +1,69 @@
+"""Sets that tensorflow-datasets has prepared, read without TensorFlow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.config import UserError
+
+_DEFAULT = Path("~", "tensorflow_datasets")
+
+
+def find(name: str, data_dir: str | None) -> Path | None:
+    """The newest prepared version of a set, in ``data_dir`` or in the default directory."""
+    default = Path(os.environ.get("TFDS_DATA_DIR", _DEFAULT)).expanduser()
+    for root in [*([Path(data_dir)] if data_dir else []), default]:
+        versions = {
+            tuple(map(int, path.parent.name.split("."))): path.parent
+            for path in root.glob(f"{name}/*/dataset_info.json")
+            if path.parent.name.replace(".", "").isdecimal()
+        }
+        if versions:
+            return versions[max(versions)]
+    return None
+
+
+def read(path: Path, split: str, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Images and labels of one split.
+
+    Args:
+      path: the directory of one version of the set.
+      split: ``"train"`` or ``"test"``.
+      shape: of an image.
+
+    Returns:
+      uint8 ``[N, *shape]`` and uint8 ``[N]``, in the order of the prepared files, which
+      tensorflow-datasets has shuffled once and for all.
+
+    Raises:
+      UserError: if tensorflow-datasets is missing or cannot read the files.
+    """
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError:
+        raise UserError(
+            f"{path} needs tensorflow-datasets: pip install tensorflow-datasets array_record."
+        ) from None
+    try:
+        source = tfds.builder_from_directory(str(path)).as_data_source(split=split)
+        images = np.empty((len(source), *shape), np.uint8)
+        labels = np.empty(len(source), np.uint8)
+        for index, example in enumerate(_examples(source)):
+            images[index], labels[index] = example["image"], example["label"]
+    except Exception as error:  # whatever it makes of a damaged or a foreign file
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"tensorflow-datasets cannot read {path} without TensorFlow ({reason.rstrip('.')}); "
+            "sets prepared with --file_format=array_record it can."
+        ) from None
+    return images, labels
+
+
+def _examples(source: Any) -> Iterator[dict[str, Any]]:
+    for start in range(0, len(source), 1000):
+        yield from source.__getitems__(range(start, min(start + 1000, len(source))))

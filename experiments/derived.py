@@ -1,0 +1,72 @@
+"""Settings of a protocol that are made from other settings."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from experiments.config import UserError
+
+
+class Depends(NamedTuple):
+    """A value by another setting: that of the first pattern that matches, ``*`` for anything."""
+
+    setting: str
+    values: Mapping[str, Any]
+
+
+class Same(NamedTuple):
+    """The value of another setting."""
+
+    setting: str
+
+
+class Epochs(NamedTuple):
+    """So many passes over the training set, in steps; a number or the name of a setting."""
+
+    count: float | str
+
+
+def without_dependence(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with every ``Depends`` and ``Same`` replaced by its value."""
+
+    def value(entry: Any) -> Any:
+        if isinstance(entry, Same):
+            return value(settings[entry.setting])
+        if isinstance(entry, Depends):
+            by = str(settings[entry.setting])
+            patterns = entry.values
+            return value(next(patterns[p] for p in patterns if fnmatch.fnmatchcase(by, p)))
+        return entry
+
+    return {name: value(entry) for name, entry in settings.items()}
+
+
+def in_steps(
+    task: Any, settings: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The settings with every ``Epochs`` in steps.
+
+    Args:
+      task: it has ``examples``, the size of its training set, if there is an ``Epochs``.
+      settings: without dependence.
+      overrides: those of them that the user gave.
+
+    Raises:
+      UserError: if the user gave both epochs and steps, or too few epochs.
+    """
+    counts = {name: entry for name, entry in settings.items() if isinstance(entry, Epochs)}
+    if "epochs" in overrides:
+        if "steps" in overrides:
+            raise UserError("--epochs and --steps exclude each other.")
+        if overrides["epochs"] < 1:
+            raise UserError(f"--epochs must be at least 1, got {overrides['epochs']}.")
+    if not counts:
+        return dict(settings)
+    per_epoch = max(1, task.examples // max(1, settings["batch_size"]))
+    found = dict(settings)
+    for name, entry in counts.items():
+        count = settings[entry.count] if isinstance(entry.count, str) else entry.count
+        found[name] = round(count * per_epoch)
+    return found

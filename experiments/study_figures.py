@@ -1,0 +1,249 @@
+"""Figures that set several runs beside each other; matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.config import Config
+from experiments.tasks import Metric
+
+_COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#6a4c93", "#5f6b6d")
+_DASHES = ("-", "--", ":", "-.")
+_STYLE: dict[Any, Any] = {
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "font.size": 10,
+    "legend.frameon": False,
+}
+
+
+class Curve(NamedTuple):
+    """A line of a comparison.
+
+    Attributes:
+      label: of the line.
+      x: ``[n]``.
+      values: ``[n, lanes]``, NaN where there is no number.
+    """
+
+    label: str
+    x: np.ndarray
+    values: np.ndarray
+
+
+def _pyplot(say: Callable[[str], None]) -> Any:
+    """matplotlib's pyplot, or None, which is said."""
+    try:
+        import matplotlib
+    except ImportError:
+        say("matplotlib is not installed: no figure is drawn.")
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(plt: Any, figure: Any, path: Path, say: Callable[[str], None]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+    say(f"figure: {path}")
+
+
+def line_style(index: int) -> dict[str, str]:
+    """Colour and dashes of the line of that number: the first 24 differ."""
+    colour = _COLOURS[index % len(_COLOURS)]
+    return {"color": colour, "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)]}
+
+
+def band(values: np.ndarray, style: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Middle, lower and upper line of values ``[n, lanes]``, over the lanes that have a number.
+
+    ``"mean"``: mean, least, greatest (GATO); ``"median"``: median and quartiles (UR-gates).
+    A point without any number is NaN.
+    """
+    lines = np.full((3, len(values)), np.nan)
+    for index, row in enumerate(values):
+        alive = row[np.isfinite(row)]
+        if len(alive) and style == "mean":
+            lines[:, index] = alive.mean(), alive.min(), alive.max()
+        elif len(alive):
+            lines[:, index] = np.quantile(alive, (0.5, 0.25, 0.75))
+    return lines[0], lines[1], lines[2]
+
+
+def draw_curves(axes: Any, curves: Sequence[Curve], style: str) -> None:
+    """Each curve as a line with its band."""
+    for index, curve in enumerate(curves):
+        look = line_style(index)
+        middle, lower, upper = band(curve.values, style)
+        axes.plot(curve.x, middle, linewidth=1.8, label=curve.label, **look)
+        if curve.values.shape[1] > 1:
+            axes.fill_between(curve.x, lower, upper, color=look["color"], alpha=0.18, linewidth=0)
+
+
+def _baseline(axes: Any, metric: Metric) -> None:
+    axes.axhline(metric.baseline, color="0.45", linestyle="--", linewidth=1, zorder=0)
+    axes.annotate(
+        f"{metric.baseline_name} ({metric.baseline:.3g})",
+        (1, metric.baseline),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="right",
+        color="0.35",
+        fontsize=9,
+    )
+
+
+def learning_curves(
+    curves: Sequence[Curve],
+    metric: Metric,
+    style: str,
+    title: str,
+    path: Path,
+    say: Callable[[str], None],
+) -> None:
+    """Held-out metric against training examples, a line for each run.
+
+    Args:
+      curves: of the runs.
+      metric: what they are of.
+      style: see ``band``.
+      title: what is compared.
+      path: of the PNG.
+      say: is told where the figure is, or why there is none.
+    """
+    if (plt := _pyplot(say)) is None:
+        return
+    with plt.rc_context(_STYLE):
+        rows = -(-len(curves) // 3)
+        figure, axes = plt.subplots(figsize=(6.8, 3.9 + 0.22 * rows), constrained_layout=True)
+        draw_curves(axes, curves, style)
+        _baseline(axes, metric)
+        axes.set_xlabel("training examples")
+        axes.set_ylabel(f"held-out {metric.name.replace('_', ' ')}")
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        axes.set_xlim(0, max(curve.x[-1] for curve in curves))
+        if metric.higher_is_better:
+            axes.set_ylim(0, 1.03)
+        else:
+            axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        figure.legend(loc="outside lower center", ncols=min(3, len(curves)), fontsize=9)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        _save(plt, figure, path, say)
+
+
+def forgetting(
+    reports: Mapping[str, Mapping[str, Any]],
+    config: Config,
+    path: Path,
+    say: Callable[[str], None],
+) -> None:
+    """Learning curves beside the timescales of units before and after (UR-gates, Fig. 9).
+
+    Args:
+      reports: by cell, ``{"mse", "before", "after", "rows"}``; see ``timescale_study``.
+      config: of one of the runs.
+      path: of the PNG.
+      say: is told where the figure is, or why there is none.
+    """
+    if (plt := _pyplot(say)) is None:
+        return
+    curves = [
+        Curve(
+            cell,
+            np.array([row["examples"] for row in found["rows"]]),
+            np.array([row["held_out"]["mse"] for row in found["rows"]], float),
+        )
+        for cell, found in reports.items()
+    ]
+    with plt.rc_context(_STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.0), constrained_layout=True)
+        draw_curves(left, curves, "mean")
+        _baseline(left, config.task.metrics[0])
+        left.set_xlabel("training examples")
+        left.set_ylabel("held-out mse")
+        left.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:,.0f}k")
+        left.set_xlim(0, max(curve.x[-1] for curve in curves))
+        left.set_ylim(bottom=0)
+        for index, (cell, found) in enumerate(reports.items()):
+            look = line_style(index)
+            before = np.sort(np.ravel(found["before"]))
+            after = np.sort(np.concatenate([lane for lane in found["after"] if lane] or [[]]))
+            for periods, thin in ((before, True), (after, False)):
+                share = np.arange(1, len(periods) + 1) / max(1, len(periods))
+                right.step(
+                    periods,
+                    share,
+                    where="post",
+                    color=look["color"],
+                    linestyle=":" if thin else "-",
+                    linewidth=1.2 if thin else 1.8,
+                    label=f"{cell} {'before' if thin else 'after'}",
+                )
+        right.set_xscale("log")
+        right.set_ylim(0, 1.02)
+        right.set_xlabel("timescale 1 / (1 - f) of a unit, steps")
+        right.set_ylabel("share of units with at most this")
+        right.legend(fontsize=8.5)
+        for axes in (left, right):
+            axes.grid(alpha=0.25, linewidth=0.6)
+        title = f"{config.task.name}  ·  protocol {config.protocol}  ·  {_lanes(config)}"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        _save(plt, figure, path, say)
+
+
+def transfer(
+    accuracies: Mapping[str, np.ndarray],
+    delays: Sequence[int],
+    trained_at: Sequence[int],
+    chance: float,
+    path: Path,
+    say: Callable[[str], None],
+) -> None:
+    """Accuracy against the delay at evaluation, a line for each run (h-detach, Table 1).
+
+    Args:
+      accuracies: ``[delays, lanes]`` by run, NaN for a lane that diverged.
+      delays: at evaluation.
+      trained_at: the delays of training.
+      chance: the accuracy of guessing.
+      path: of the PNG.
+      say: is told where the figure is, or why there is none.
+    """
+    if (plt := _pyplot(say)) is None:
+        return
+    with plt.rc_context(_STYLE):
+        figure, axes = plt.subplots(figsize=(6.4, 4.0), constrained_layout=True)
+        curves = [Curve(label, np.array(delays), values) for label, values in accuracies.items()]
+        draw_curves(axes, curves, "mean")
+        for line in axes.lines:
+            line.set_marker("o")
+            line.set_markersize(4)
+        _baseline(axes, Metric("accuracy", True, chance, "chance"))
+        for delay in sorted(set(trained_at)):
+            axes.axvline(delay, color="0.6", linewidth=0.8, zorder=0)
+            axes.annotate(" trained", (delay, 0.02), color="0.35", fontsize=9)
+        axes.set_xscale("log")
+        axes.set_xticks(list(delays), [f"{delay:,}" for delay in delays], rotation=35)
+        axes.minorticks_off()
+        axes.set_xlabel("delay at evaluation, steps")
+        axes.set_ylabel("accuracy on the copied tokens")
+        axes.set_ylim(0, 1.03)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.legend(fontsize=9)
+        figure.suptitle("transfer_copy", x=0.01, ha="left", fontsize=11)
+        _save(plt, figure, path, say)
+
+
+def _lanes(config: Config) -> str:
+    lanes = config.training.lanes
+    return f"{len(lanes)} runs each" if len(lanes) > 1 else f"seed {lanes[0][0]}"

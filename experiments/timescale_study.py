@@ -1,0 +1,107 @@
+"""How far units of different cells have come from saturated gates (UR-gates, E.1, Fig. 9)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments import studies, study_figures
+from experiments.config import Config, build_cell
+from experiments.reporting import say
+from experiments.studies import Finished
+from experiments.tasks.forgetting import ForgettingTask, saturate
+from experiments.workdir import read_rows
+from recurrent_gates import analysis
+
+_EXAMPLES = 64  # of the held-out set that gates are averaged over
+
+
+def run(runs: Mapping[str, Config], directory: Path) -> dict[str, Any] | None:
+    """Trains what is not trained yet, then reports errors and timescales.
+
+    Leaves ``forgetting.json``, ``forgetting.md`` and ``figures/forgetting.png``.
+
+    Args:
+      runs: configs of a ``ForgettingTask`` by cell.
+      directory: where the runs and the report go.
+
+    Returns:
+      What ``forgetting.json`` holds, ``{cell: report}``; None if a run was asked to stop.
+    """
+    trained = studies.train_all(runs, directory)
+    if trained is None:
+        return None
+    reports = {cell: report(found) for cell, found in trained.items()}
+    studies.write(directory / "forgetting.json", json.dumps(reports, indent=2) + "\n")
+    table = markdown(reports)
+    studies.write(directory / "forgetting.md", table + "\n")
+    say(f"\n{table}\n")
+    for cell, config in runs.items():
+        reports[cell]["rows"] = list(read_rows(directory / cell / "metrics.jsonl"))
+        assert isinstance(config.task, ForgettingTask)
+    figure = directory / "figures" / "forgetting.png"
+    first = next(iter(runs.values()))
+    study_figures.forgetting(reports, first, figure, say)
+    return reports
+
+
+def report(found: Finished) -> dict[str, Any]:
+    """Errors and timescales of a run.
+
+    Returns:
+      ``{"mse": [value or None], "before": [[period of each unit]], "after": ...}``, by lane;
+      a lane that diverged has no timescales after training.
+    """
+    found.learner.load()
+    start = found.learner.initial().params
+    lanes = range(len(found.config.training.lanes))
+    before = [periods(found, found.lane(start, lane)) for lane in lanes]
+    after = [
+        [] if found.diverged[lane] else periods(found, found.lane(found.params, lane))
+        for lane in lanes
+    ]
+    per_run = found.summary["metrics"]["mse"]["per_run"]
+    return {"mse": [run["value"] for run in per_run], "before": before, "after": after}
+
+
+def periods(found: Finished, params: Any) -> list[float]:
+    """The timescale 1 / (1 - f) of each unit, in steps, from the shortest to the longest.
+
+    f is the effective forget gate, averaged over time and held-out examples (UR-gates, D.1).
+    """
+    task = found.config.task
+    assert isinstance(task, ForgettingTask)
+    cell = saturate(build_cell(found.config.model), task.gate_bias)
+    inputs = task.load().inputs[:, :_EXAMPLES]
+    gates = analysis.gate_activations(cell, params["recurrent"]["cell"], inputs)
+    f = analysis.gate_means({"f": gates["f"]})["f"]
+    return sorted(float(period) for period in analysis.timescales(f))
+
+
+def markdown(reports: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table: errors, then the shortest and the median timescale before and after.
+
+    With several lanes the numbers are means over those that did not diverge; each that did
+    is an asterisk.
+    """
+    head = ("cell", "mse", "shortest before", "median before", "shortest after", "median after")
+    rows = []
+    for cell, found in reports.items():
+        alive = [value for value in found["mse"] if value is not None]
+        error = f"{_mean(alive):.4f}" if alive else ""
+        row = [cell, error + "*" * (len(found["mse"]) - len(alive))]
+        for moment in ("before", "after"):
+            lanes = [lane for lane in found[moment] if lane]
+            row.append(f"{_mean([lane[0] for lane in lanes]):.1f}")
+            row.append(f"{_mean([float(np.median(lane)) for lane in lanes]):.1f}")
+        rows.append(row)
+    return studies.markdown(head, rows)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

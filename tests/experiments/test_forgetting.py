@@ -1,0 +1,185 @@
+"""Saturated gates: where they start, what is reported of them after training."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from experiments import flags, forgetting, protocols, studies, timescale_study
+from experiments.config import UserError, build_cell
+from experiments.learner import Learner
+from experiments.tasks.forgetting import saturate
+from recurrent_gates import CELLS, analysis
+
+TINY = {
+    "hidden_size": 4,
+    "length": 5,
+    "held_out_sequences": 40,
+    "batch_size": 8,
+    "steps": 4,
+    "eval_every": 2,
+}
+
+
+def tiny(**settings):
+    return protocols.resolve("forgetting", "small", TINY | settings)
+
+
+@pytest.mark.parametrize("bias", [6.0, 2.0])
+@pytest.mark.parametrize("name", ["lstm", "r_lstm", "ur_lstm", "u_lstm", "c_lstm", "cr_lstm"])
+def test_every_unit_starts_saturated(name, bias):
+    cell = saturate(CELLS[name](8), bias)
+    params = cell.init_params(jax.random.key(0), 2)
+    gates = cell.gates(params, cell.initial(()), cell.project(params, jnp.zeros(2)))
+    expected = 1 / (1 + np.exp(-bias))
+    np.testing.assert_allclose(gates["f"], np.full(8, expected), rtol=1e-6)
+    free = {"lstm": 0.5, "u_lstm": 1 - expected, "c_lstm": 1 - expected}
+    np.testing.assert_allclose(gates["i"], np.full(8, free.get(name, 1 - expected)), rtol=1e-3)
+
+
+def test_the_bias_drawn_before_is_still_trained():
+    params = saturate(CELLS["ur_lstm"](8), 6.0).init_params(jax.random.key(0), 2)
+    np.testing.assert_array_equal(params["gate"]["b"], np.full(8, 6.0))
+
+
+@pytest.mark.parametrize("name", ["o_lstm", "om_lstm", "um_lstm", "rnn", "gato"])
+def test_other_gates_are_refused(name, tmp_path):
+    runs = {cell: tiny(cell=cell, hidden_size=16) for cell in ("lstm", name)}
+    with pytest.raises(UserError, match="--cell must have a sigmoid forget gate"):
+        studies.train_all(runs, tmp_path)
+    assert not list(tmp_path.iterdir())  # nothing was trained before
+
+
+def test_settings_are_the_papers():
+    ur = protocols.resolve("forgetting", "ur", {"cell": "lstm"}).resolved()
+    assert ur["task"] == {
+        "name": "forgetting",
+        "length": 500,
+        "held_out_sequences": 1000,
+        "gate_bias": 6.0,
+    }
+    assert ur["model"]["hidden_size"] == 64
+    assert ur["training"]["learning_rates"] == [1e-4]
+    assert ur["training"]["steps"] == 10_000
+
+
+@functools.cache
+def prepared(cell):
+    learner = Learner(tiny(cell=cell))
+    learner.prepare()
+    return learner
+
+
+@pytest.mark.parametrize("cell", forgetting.CELLS)
+def test_training_changes_every_parameter(cell):
+    learner = prepared(cell)
+    before = jax.device_get(learner.initial().params)
+    after = learner.advance(learner.initial(), 0, 3).params
+    for path, leaf in jax.tree_util.tree_leaves_with_path(before):
+        trained = functools.reduce(lambda tree, key: tree[key.key], path, after)
+        assert not np.array_equal(leaf, trained), jax.tree_util.keystr(path)
+
+
+def test_periods_are_those_of_the_effective_gate():
+    # Without weights a gate is its bias: D = 1 / (1 - sigmoid(b)) = 1 + exp(b); a refine gate
+    # that starts at 1 / 2 changes nothing.
+    config = tiny(cell="r_lstm")
+    found = studies.Finished(config, prepared("r_lstm"), None, {})
+    biases = np.log([9.0, 1.0, 99.0, 4.0]).astype(np.float32)
+    params = jax.tree.map(jnp.zeros_like, prepared("r_lstm").initial().params)
+    params["recurrent"]["cell"]["bias"]["f"] = jnp.array(biases)
+    periods = timescale_study.periods(found, params)
+    np.testing.assert_allclose(periods, [2, 5, 10, 100], rtol=1e-4)
+    # A refine gate at 1 makes g = 1 - (1 - f)^2, so D is squared.
+    params["recurrent"]["cell"]["bias"]["r"] = jnp.full(4, 40.0)
+    np.testing.assert_allclose(
+        timescale_study.periods(found, params), [4, 25, 100, 10_000], rtol=1e-2
+    )
+
+
+def test_a_study(tmp_path, monkeypatch, capsys):
+    shown = []
+    monkeypatch.setattr(plt, "close", shown.append)
+    rates = {"learning_rates": (1e-3, 1e30)}
+    runs = {cell: tiny(cell=cell, **rates) for cell in ("lstm", "ur_lstm")}
+    timescale_study.run(runs, tmp_path)
+    printed = capsys.readouterr().out
+
+    reports = json.loads((tmp_path / "forgetting.json").read_text())
+    assert list(reports) == ["lstm", "ur_lstm"]
+    rows = []
+    for cell, found in reports.items():
+        assert build_cell(runs[cell].model).features == 4
+        summary = json.loads((tmp_path / cell / "summary.json").read_text())
+        mse = summary["metrics"]["mse"]["per_run"][0]["value"]
+        assert found["mse"] == [mse, None]
+        assert [len(lane) for lane in found["before"]] == [4, 4]
+        assert [len(lane) for lane in found["after"]] == [4, 0]  # the second lane diverged
+        assert found["before"][0] == found["before"][1] != found["after"][0]
+        before, after = found["before"][0], found["after"][0]
+        assert before == sorted(before)
+        middle = [sum(lane[1:3]) / 2 for lane in (before, after)]
+        times = f"{before[0]:.1f} {middle[0]:.1f} {after[0]:.1f} {middle[1]:.1f}"
+        rows.append([cell, f"{mse:.4f}*", *times.split()])
+    table = (tmp_path / "forgetting.md").read_text()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert cells[2:] == rows
+    assert table in printed
+    assert (tmp_path / "figures" / "forgetting.png").read_bytes().startswith(b"\x89PNG")
+
+    curves, scales = shown[-1].axes
+    last = json.loads((tmp_path / "lstm" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert curves.lines[0].get_ydata()[-1] == last["held_out"]["mse"][0]
+    np.testing.assert_array_equal(scales.lines[3].get_xdata(), reports["ur_lstm"]["after"][0])
+    np.testing.assert_array_equal(scales.lines[3].get_ydata(), [0.25, 0.5, 0.75, 1])
+
+    timescale_study.run(runs, tmp_path)  # finished: nothing is trained again
+    assert "step 2/4" not in capsys.readouterr().out
+    assert json.loads((tmp_path / "forgetting.json").read_text()) == reports
+
+
+def test_the_timescales_before_are_those_of_analysis():
+    found = studies.Finished(tiny(cell="lstm"), prepared("lstm"), prepared("lstm").initial(), {})
+    cell = saturate(build_cell(found.config.model), 6.0)
+    params = found.state.params["recurrent"]["cell"]
+    inputs = found.config.task.load().inputs
+    f = analysis.gate_activations(cell, params, inputs)["f"]
+    expected = np.sort(1 / (1 - np.asarray(f, np.float64).mean(axis=(0, 1))))
+    np.testing.assert_allclose(timescale_study.periods(found, found.params), expected, rtol=1e-3)
+
+
+def start(*argv):
+    forgetting.begin("forgetting", flags.parse(["forgetting", *argv], forgetting.define))
+
+
+@pytest.mark.parametrize(
+    ("argv", "cells"),
+    [
+        ([], ["lstm", "r_lstm", "ur_lstm"]),
+        (["--cell=c_lstm"], ["c_lstm"]),
+        (["--cells=lstm,cr_lstm", "--cell=r_lstm"], ["lstm", "cr_lstm"]),
+    ],
+)
+def test_describe(capsys, argv, cells):
+    start("--describe", "--gate_bias=5", *argv)
+    described = json.loads(capsys.readouterr().out)
+    assert list(described["runs"]) == cells
+    assert described["config"]["model"]["cell"] == cells[0]
+    assert described["config"]["task"]["gate_bias"] == 5
+    assert described["recurrent_parameters"] == 4 * 64 * (64 + 2 + 1) + 64 * (cells[0][0] == "c")
+
+
+def test_where_a_study_goes(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(timescale_study, "run", lambda *arguments: calls.append(arguments))
+    start("--steps=7")
+    start("--steps=9", "--protocol=ur")
+    start("--seed=1", f"--workdir={tmp_path}")
+    assert str(calls[0][1]).startswith("runs/forgetting/small-")
+    assert str(calls[1][1]).startswith("runs/forgetting/ur-")
+    assert calls[2][1] == tmp_path
+    assert list(calls[0][0]) == ["lstm", "r_lstm", "ur_lstm"]

@@ -25,7 +25,7 @@ class Same(NamedTuple):
 class Epochs(NamedTuple):
     """So many passes over the training set, in steps; a number or the name of a setting."""
 
-    count: float | str
+    passes: float | str
 
 
 def without_dependence(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,9 +64,12 @@ def in_steps(
             raise UserError(f"--epochs must be at least 1, got {overrides['epochs']}.")
     if not counts:
         return dict(settings)
-    per_epoch = max(1, task.examples // max(1, settings["batch_size"]))
+    size = settings["batch_size"]
+    if size > task.examples:
+        raise UserError(f"--batch_size={size} is more than the {task.examples} training images.")
+    per_epoch = task.examples // max(1, size)
     found = dict(settings)
     for name, entry in counts.items():
-        count = settings[entry.count] if isinstance(entry.count, str) else entry.count
+        count = settings[entry.passes] if isinstance(entry.passes, str) else entry.passes
         found[name] = round(count * per_epoch)
     return found

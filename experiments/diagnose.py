@@ -6,6 +6,8 @@ parameters; prints a table, draws figures. ``--figure=gates`` draws the refine g
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ _GAMMAS = ("identity", "tanh", "sigmoid", "cos", "sin")
 _TIMESCALE_DRAWS = 40
 _GATE_BATCH = 16
 _LARGEST = 2**31
+_MEMORY = 4e9  # bytes of Jacobians, beyond which a wish is refused
 
 
 def define(values: FlagValues) -> None:
@@ -64,6 +67,8 @@ def begin(task: str, given: dict[str, Any]) -> None:
             raise UserError(f"--{name} must be at least 1 and below 2^31, got {given[name]}.")
     if not 0 <= given["seed"] < _LARGEST:
         raise UserError(f"--seed must be at least 0 and below 2^31, got {given['seed']}.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("Figures need matplotlib: pip install 'recurrent_gates[experiments]'.")
     gates = given.get("figure") == "gates"
     name = "gates" if gates else given["cell"].replace(":", ".")
     out = Path(given.get("out_dir") or Path("runs", "diagnose", name))
@@ -119,8 +124,6 @@ def build(name: str, features: int) -> Any:
 
 
 def _imported(name: str) -> Any:
-    import importlib
-
     from experiments.config import UserError
 
     module, _, attribute = name.partition(":")
@@ -184,8 +187,11 @@ def _diagnose(given: dict[str, Any], out: Path) -> None:
     key = jax.random.key(given["seed"])
     how = _reading(given)
     try:
+        _check_memory(cell, draws * T)
         print(f"{given['cell']}: {theory.reading(cell, **how).text}\n", flush=True)
         results = theory.desiderata(cell, D, key=key, draws=draws, **how)
+    except UserError:
+        raise
     except Exception as error:  # a cell of the user's own may fail in any way
         raise UserError(f"--cell={given['cell']} cannot be measured: {_sentence(error)}") from None
     family = None if how else theory.family(cell)
@@ -211,6 +217,21 @@ def _diagnose(given: dict[str, Any], out: Path) -> None:
     if "f" in activations:
         drawn += _timescales(cell, key, D, given["cell"], out)
     print("\n" + "\n".join(f"drew {out / name}" for name in drawn))
+
+
+def _check_memory(cell: Any, matrices: int) -> None:
+    import jax
+
+    from experiments.config import UserError
+
+    carry = jax.eval_shape(lambda: cell.initial(()))
+    width = sum(leaf.size for leaf in jax.tree.leaves(carry))
+    need = 4.0 * matrices * width**2
+    if need > _MEMORY:
+        raise UserError(
+            f"Jacobians of {width} by {width} over all steps and draws need {need / 1e9:.0f} GB: "
+            "lower --steps, --hidden_size or --draws."
+        )
 
 
 def table(results: Any, expected: Any) -> str:

@@ -267,10 +267,11 @@ FORGETTING = {
     "small": Protocol(
         settings={
             **_UR_FORGETTING,
-            "length": Sourced(100, "ours: a size that two cores learn in minutes"),
-            "steps": Sourced(4000, "ours: as length"),
+            "length": Sourced(200, "ours: a size that two cores learn in minutes"),
+            "steps": Sourced(1500, "ours: as length"),
+            "batch_size": Sourced(32, "ours: as length"),
             "learning_rates": Sourced((1e-3,), "ours: as length"),
-            "eval_every": Sourced(100, "ours: 40 points on the curve"),
+            "eval_every": Sourced(50, "ours: 30 points on the curve"),
         },
         cells={"gato": _GATO_CELL, "*": {**_LIBRARY_CELL, **_GATES}},
     ),
@@ -301,6 +302,11 @@ _UR_PIXELS = {
     "keep_best": Sourced(True, "UR D.2: the highest validation score"),
 }
 
+_UR_ZONEOUT = {
+    "zoneout_c": Sourced(Depends("cell", {"*lstm": 0.5, "*": 0.0}), "UR D.2"),
+    "zoneout_h": Sourced(Depends("cell", {"*lstm": 0.05, "*gru": 0.1, "*": 0.0}), "UR D.2"),
+}
+
 PIXELS = {
     "ur": Protocol(
         settings=_UR_PIXELS,
@@ -309,8 +315,7 @@ PIXELS = {
     "ur_zoneout": Protocol(
         settings={
             **_UR_PIXELS,
-            "zoneout_c": Sourced(Depends("cell", {"*gru": 0.0, "*": 0.5}), "UR D.2"),
-            "zoneout_h": Sourced(Depends("cell", {"*gru": 0.1, "*": 0.05}), "UR D.2"),
+            **_UR_ZONEOUT,
             "dropout": Sourced(0.5, "UR D.2: beside zoneout"),
         },
         cells={"gato": _GATO_CELL, "*": {**_LIBRARY_CELL, **_GATES}},
@@ -341,10 +346,11 @@ PIXELS = {
     "small": Protocol(
         settings={
             **_UR_PIXELS,
+            **_UR_ZONEOUT,
             "dataset": Sourced("digits", "ours: real images that need no file"),
             "hidden_size": Sourced(128, "ours: what two cores learn in minutes"),
             "epochs": Sourced(Depends("dataset", {"digits": 60, "*": 5}), "ours: as hidden_size"),
-            "learning_rates": Sourced((2e-3,), "UR D.2: the largest of the sweep"),
+            "learning_rates": Sourced((4e-3,), "ours: as hidden_size"),
         },
         cells={"gato": _GATO_CELL, "*": {**_LIBRARY_CELL, **_GATES}},
     ),

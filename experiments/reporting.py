@@ -33,6 +33,8 @@ class Progress:
             unit="step",
             disable=not sys.stderr.isatty(),
             dynamic_ncols=True,
+            bar_format="{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} "
+            "[{elapsed}<{remaining}{postfix}]",
         )
 
     def advance(self, step: int) -> None:

@@ -102,6 +102,12 @@ def _baseline(axes: Any, metric: Metric) -> None:
     )
 
 
+def _limit(axes: Any, metric: Metric) -> None:
+    """From nothing to everything; of an error, to twice what no learning at all has."""
+    top = 1.03 if metric.higher_is_better else min(axes.get_ylim()[1], 2 * metric.baseline)
+    axes.set_ylim(0, top)
+
+
 def learning_curves(
     curves: Sequence[Curve],
     metric: Metric,
@@ -131,10 +137,7 @@ def learning_curves(
         axes.set_ylabel(f"held-out {metric.name.replace('_', ' ')}")
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
         axes.set_xlim(0, max(curve.x[-1] for curve in curves))
-        if metric.higher_is_better:
-            axes.set_ylim(0, 1.03)
-        else:
-            axes.set_ylim(bottom=0)
+        _limit(axes, metric)
         axes.grid(alpha=0.25, linewidth=0.6)
         figure.legend(loc="outside lower center", ncols=min(3, len(curves)), fontsize=9)
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
@@ -173,7 +176,7 @@ def forgetting(
         left.set_ylabel("held-out mse")
         left.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:,.0f}k")
         left.set_xlim(0, max(curve.x[-1] for curve in curves))
-        left.set_ylim(bottom=0)
+        _limit(left, config.task.metrics[0])
         for index, (cell, found) in enumerate(reports.items()):
             look = line_style(index)
             before = np.sort(np.ravel(found["before"]))

@@ -384,7 +384,7 @@ def _drift(cell: Cell, params: Params, key: jax.Array, in_features: int) -> jax.
     xs = jax.random.normal(x_key, (GAPS, in_features), carry_dtype(carry))
     steps = step_jacobians(cell, params, xs, carry)
     own = jnp.abs(jnp.diagonal(state_jacobians(steps).matrix, axis1=-2, axis2=-1))[1:]
-    change = jnp.max(jnp.abs(own / own[0] - 1), axis=0)
+    change = jnp.max(jnp.abs(own / own[:1] - 1), axis=0)
     change = jnp.where((own[0] >= SMALLEST_INFLUENCE) & ~jnp.isnan(change), change, jnp.inf)
     return jnp.min(change)
 
@@ -461,15 +461,13 @@ def _growth(
     def step(carry: Carry, z_t: Any) -> tuple[Carry, None]:
         return cell.step(params, carry, z_t), None
 
-    def hundred(carry: Carry, _: None) -> tuple[Carry, None]:
-        return jax.lax.scan(step, carry, z)
-
     def size(carry: Carry) -> jax.Array:
-        return jnp.max(
-            jnp.stack([jnp.max(jnp.abs(get_field(carry, name))) for name in how.recurrent])
-        )
+        fields = [jnp.abs(get_field(carry, name)) for name in how.recurrent]
+        return jnp.max(jnp.stack([jnp.max(field) for field in fields]))
 
-    carry, _ = hundred(start, None)
-    early = size(carry)
-    carry, _ = jax.lax.scan(hundred, carry, length=LATE // EARLY - 1)
-    return _ratio(jnp.stack([early, size(carry)]))
+    def period(carry: Carry, _: None) -> tuple[Carry, jax.Array]:
+        carry, _ = jax.lax.scan(step, carry, z)
+        return carry, size(carry)
+
+    _, sizes = jax.lax.scan(period, start, length=LATE // EARLY)
+    return _ratio(sizes[jnp.array([0, -1])])

@@ -354,18 +354,29 @@ class GradientBounds(NamedTuple):
     upper_ratio: Array
 
 
-def gradient_bounds(g: Any, points: int = 4097) -> GradientBounds:
+def gradient_bounds(g: Any, points: int = 513) -> GradientBounds:
     """The least and greatest gradient of a refined gate at g, over r (Fig. 2d, App. C).
 
     Args:
-      g: activations in (0, 1).
-      points: of the search over f, which at g runs from 1 - sqrt(1 - g) (r = 1) to sqrt(g).
+      g: activations in (0, 1), ``[n]``.
+      points: of a search over f, which at g runs from 1 - sqrt(1 - g) (r = 1) to sqrt(g); a
+        second search of as many points follows around the best of the first.
     """
     g = np.asarray(g, float)
     low, high = g / (1 + np.sqrt(1 - g)), np.sqrt(g)  # 1 - sqrt(1 - g) without cancelling
-    share = np.linspace(0, 1, points)
-    f = low[..., None] + (high - low)[..., None] * share
-    r = np.clip((g[..., None] - f**2) / (2 * f * (1 - f)), 0, 1)
-    size = gate_gradient(f, r)
-    lower, upper, plain = size.min(axis=-1), size.max(axis=-1), g * (1 - g)
+    plain = g * (1 - g)
+
+    def search(sign: float) -> Array:
+        left, right = np.zeros_like(g), np.ones_like(g)
+        for _ in range(2):
+            share = np.linspace(left, right, points)  # [points, n]
+            f = low + (high - low) * share
+            r = np.clip((g - f**2) / (2 * f * (1 - f)), 0, 1)
+            size = sign * gate_gradient(f, r)
+            middle = np.take_along_axis(share, size.argmin(axis=0)[None], axis=0)[0]
+            width = (right - left) / (points - 1)
+            left, right = np.maximum(middle - width, 0), np.minimum(middle + width, 1)
+        return sign * size.min(axis=0)
+
+    lower, upper = search(1.0), search(-1.0)
     return GradientBounds(lower, upper, plain, lower / plain, upper / plain)

@@ -69,6 +69,15 @@ def variables(model, x, seed=5, **how):
     return randomize(shapes, seed)
 
 
+def apply(model, variables, *inputs, **how):
+    """`model.apply`, compiled; keywords stay outside, as Python values."""
+    return quick_jit(lambda variables, *x: model.apply(variables, *x, **how))(variables, *inputs)
+
+
+def unroll(cell, params, xs, **how):
+    return quick_jit(lambda params, xs: rg.unroll(cell, params, xs, **how))(params, xs)
+
+
 # In the place of nn.RNN.
 
 
@@ -83,8 +92,8 @@ def test_rnn_is_flaxs_rnn(name, settings):
     x = array(8, BATCH, STEPS, INPUTS)
     x = jnp.swapaxes(x, 0, 1) if settings.get("time_major") else x
     ours, theirs = (layer(build(name), return_carry=True, **settings) for layer in (rg.RNN, nn.RNN))
-    started = theirs.init(jax.random.key(3), x)
-    assert_identical(ours.init(jax.random.key(3), x), started)
+    started = quick_jit(theirs.init)(jax.random.key(3), x)
+    assert_identical(quick_jit(ours.init)(jax.random.key(3), x), started)
     moved = randomize(started, 6)
 
     def results(model):
@@ -123,14 +132,14 @@ def test_where_time_and_batch_are(batch, time_major):
     draw = np.random.default_rng(0)
     valid, resets = (jnp.asarray(draw.random((STEPS, *batch)) < p) for p in (0.8, 0.2))
     params = parameters(cell, INPUTS)
-    carry, ys = rg.unroll(cell, params, xs, valid=valid, resets=resets)
+    carry, ys = unroll(cell, params, xs, valid=valid, resets=resets)
 
     def place(array):
         return array if time_major else jnp.moveaxis(array, 0, len(batch))
 
     model = rg.RNN(cell, time_major=time_major, return_carry=True)
-    got_carry, got_ys = model.apply(
-        {"params": {"cell": params}}, place(xs), valid=place(valid), resets=place(resets)
+    got_carry, got_ys = apply(
+        model, {"params": {"cell": params}}, place(xs), valid=place(valid), resets=place(resets)
     )
     assert_close((got_carry, got_ys), (carry, place(ys)), tolerance=1e-14)
 
@@ -148,8 +157,8 @@ def test_call_arguments_override_attributes():
     arguments = dict(
         time_major=True, return_carry=True, reverse=True, keep_order=True, initial_carry=start
     )
-    expected = turned.apply(moved, jnp.swapaxes(x, 0, 1), initial_carry=start)
-    assert_identical(plain.apply(moved, jnp.swapaxes(x, 0, 1), **arguments), expected)
+    expected = apply(turned, moved, jnp.swapaxes(x, 0, 1), initial_carry=start)
+    assert_identical(apply(plain, moved, jnp.swapaxes(x, 0, 1), **arguments), expected)
     first = cell.apply({"params": moved["params"]["cell"]}, start, x[:, -1])
     assert_close(expected[1][-1], first[1], tolerance=1e-14)
 
@@ -160,7 +169,9 @@ def test_call_arguments_override_attributes():
 def test_attributes_reach_the_driver(how):
     cell, x = build("gato2"), array(8, BATCH, STEPS, INPUTS)
     moved = variables(rg.RNN(cell), x)
-    assert_close(rg.RNN(cell, **how).apply(moved, x), rg.RNN(cell).apply(moved, x), tolerance=1e-13)
+    assert_close(
+        apply(rg.RNN(cell, **how), moved, x), apply(rg.RNN(cell), moved, x), tolerance=1e-13
+    )
 
 
 def test_a_foreign_cell_behind_the_adapter():
@@ -207,13 +218,11 @@ def test_bidirectional_is_two_runs_side_by_side():
     cell, x, lengths = build("ur_gru"), array(8, BATCH, STEPS, INPUTS), jnp.asarray([STEPS, 1, 4])
     model = nn.Bidirectional(rg.RNN(cell), rg.RNN(build("ur_gru")), return_carry=True)
     moved = variables(model, x)
-    (forward, backward), ys = model.apply(moved, x, seq_lengths=lengths)
+    (forward, backward), ys = apply(model, moved, x, seq_lengths=lengths)
     params = moved["params"]
     xs = jnp.swapaxes(x, 0, 1)
     runs = [
-        rg.unroll(
-            cell, params[f"{name}_rnn"]["cell"], xs, lengths=lengths, reverse=name == "backward"
-        )
+        unroll(cell, params[f"{name}_rnn"]["cell"], xs, lengths=lengths, reverse=name == "backward")
         for name in ("forward", "backward")
     ]
     assert_close((forward, backward), (runs[0][0], runs[1][0]), tolerance=1e-14)
@@ -228,13 +237,13 @@ def test_a_stack_in_both_directions_with_carry_functions():
     model, x = nn.Bidirectional(*stacks), array(8, BATCH, STEPS, INPUTS)
     moved = variables(model, x)
     plain = nn.Bidirectional(*(rg.Stack(cells) for _ in range(2)))
-    ys = model.apply(moved, x, rngs={"carry": jax.random.key(0)})
-    assert_close(ys, plain.apply(moved, x), tolerance=1e-14)
+    ys = apply(model, moved, x, rngs={"carry": jax.random.key(0)})
+    assert_close(ys, apply(plain, moved, x), tolerance=1e-14)
     assert ys.shape[-1] == 2 * FEATURES
 
     def slope(model):
-        return jax.grad(
-            lambda moved: model.apply(moved, x, rngs={"carry": jax.random.key(0)}).sum()
+        return quick_jit(
+            jax.grad(lambda moved: model.apply(moved, x, rngs={"carry": jax.random.key(0)}).sum())
         )(moved)
 
     detached, whole = (jax.tree.leaves(slope(m)) for m in (model, plain))
@@ -252,9 +261,9 @@ def test_nn_scan_over_layers():
     scanned = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3)()
     x = array(8, BATCH, STEPS, FEATURES)
     moved = randomize(scanned.init(jax.random.key(0), x, None), 3)
-    y, _ = scanned.apply(moved, x, None)
+    y, _ = apply(scanned, moved, x, None)
     for layer in range(3):
-        x, _ = Block().apply(jax.tree.map(lambda leaf, layer=layer: leaf[layer], moved), x, None)
+        x, _ = apply(Block(), jax.tree.map(lambda leaf, layer=layer: leaf[layer], moved), x, None)
     assert_close(y, x, tolerance=1e-14)
 
 
@@ -265,14 +274,14 @@ def test_nn_scan_over_time():
     settings = {name: getattr(cell, name) for name in ("f", "g", "param_dtype")}
     params, start = parameters(cell, INPUTS), cell.initial((BATCH,))
     out = scanned(FEATURES, **settings).apply({"params": params}, start, xs)
-    assert_close(out, rg.unroll(cell, params, xs), tolerance=1e-13)
+    assert_close(out, unroll(cell, params, xs), tolerance=1e-13)
 
 
 def test_vmap_over_models_and_over_examples():
     model, x = rg.RNN(build("ur_gru")), array(8, BATCH, STEPS, INPUTS)
     lanes = [variables(model, x, seed) for seed in (1, 2)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *lanes)
-    apart = jnp.stack([model.apply(lane, x) for lane in lanes])
+    apart = jnp.stack([apply(model, lane, x) for lane in lanes])
     assert_close(quick_jit(jax.vmap(model.apply, (0, None)))(stacked, x), apart, tolerance=1e-13)
     assert_close(
         quick_jit(jax.vmap(model.apply, (None, 0)))(lanes[0], x), apart[0], tolerance=1e-13
@@ -283,11 +292,14 @@ def test_the_nnx_bridge():
     model, x = rg.RNN(build("ur_lstm")), array(8, BATCH, STEPS, INPUTS)
     bridged = nnx.bridge.ToNNX(model, rngs=nnx.Rngs(0)).lazy_init(x)
     params = nnx.to_pure_dict(nnx.state(bridged, nnx.Param))
-    expected = model.apply({"params": params}, x)
+    expected = apply(model, {"params": params}, x)
     assert_close(bridged(x), expected, tolerance=1e-14)
     slope = nnx.to_pure_dict(nnx.grad(lambda bridged: jnp.sum(bridged(x) ** 2))(bridged))
     assert_close(
-        slope, jax.grad(lambda params: jnp.sum(model.apply({"params": params}, x) ** 2))(params)
+        slope,
+        quick_jit(jax.grad(lambda params: jnp.sum(model.apply({"params": params}, x) ** 2)))(
+            params
+        ),
     )
 
 
@@ -297,13 +309,13 @@ def test_bfloat16_layers():
         rg.Stack(cells, return_carry=True),
         array(8, BATCH, STEPS, INPUTS).astype(jnp.bfloat16),
     )
-    moved = model.init(jax.random.key(0), x)
+    moved = quick_jit(model.init)(jax.random.key(0), x)
     assert {leaf.dtype for leaf in jax.tree.leaves(moved)} == {jnp.dtype(jnp.float32)}
-    carries, ys = model.apply(moved, x)
+    carries, ys = apply(model, moved, x)
     assert ys.dtype == jnp.bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(carries)} == {jnp.dtype(jnp.float32)}
     exact = rg.Stack([rg.CELLS["lstm"](8), rg.CELLS["gato2"](8)], return_carry=True)
-    exact_carries, _ = exact.apply(moved, x.astype(jnp.float32))
+    exact_carries, _ = apply(exact, moved, x.astype(jnp.float32))
     assert_close(
         carries, exact_carries, tolerance=STEPS * 12 * 2.0**-9
     )  # 12 roundings at 2^-9 a step
@@ -317,19 +329,19 @@ def test_a_layer_draws_from_its_own_collection():
     model = rg.RNN(cell, carry_fns=(rg.Zoneout(p=0.5),))
     moved = variables(model, x)
     one, same, other = (
-        model.apply(moved, x, rngs={"carry": jax.random.key(seed)}) for seed in (0, 0, 1)
+        apply(model, moved, x, rngs={"carry": jax.random.key(seed)}) for seed in (0, 0, 1)
     )
     assert_identical(one, same)
     assert np.abs(one - other).max() > 1e-3
     with pytest.raises(ValueError, match="carry"):
-        model.apply(moved, x)
-    mean = model.apply(moved, x, deterministic=True)
+        apply(model, moved, x)
+    mean = apply(model, moved, x, deterministic=True)
     params, xs = moved["params"]["cell"], jnp.swapaxes(x, 0, 1)
-    expected = rg.unroll(cell, params, xs, carry_fns=model.carry_fns, deterministic=True)[1]
+    expected = unroll(cell, params, xs, carry_fns=model.carry_fns, deterministic=True)[1]
     assert_close(jnp.swapaxes(mean, 0, 1), expected, tolerance=1e-14)
     noise = (jnp.asarray(np.random.default_rng(0).random((STEPS, BATCH, FEATURES)) < 0.5),)
-    expected = rg.unroll(cell, params, xs, carry_fns=model.carry_fns, noise=noise)[1]
-    assert_close(jnp.swapaxes(model.apply(moved, x, noise=noise), 0, 1), expected, tolerance=1e-14)
+    expected = unroll(cell, params, xs, carry_fns=model.carry_fns, noise=noise)[1]
+    assert_close(jnp.swapaxes(apply(model, moved, x, noise=noise), 0, 1), expected, tolerance=1e-14)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -339,7 +351,7 @@ def test_layers_share_a_draw_or_have_their_own(shared):
         [Identity()] * 3, carry_fns=(reveal(),), shared_noise=shared, return_carry=True
     )
     x = jnp.zeros((5, 1, INPUTS))
-    carries, _ = model.apply({}, x, rngs={"carry": jax.random.key(0)})
+    carries, _ = apply(model, {}, x, rngs={"carry": jax.random.key(0)})
     sums = np.stack([carry[:, 0] for carry in carries])
     first, second, third = np.diff(np.concatenate([np.zeros((1, 5)), sums]), axis=0)
     if shared:
@@ -357,7 +369,7 @@ def test_layers_share_a_draw_or_have_their_own(shared):
 
 def test_layers_may_have_different_carry_functions():
     model = rg.Stack([Identity()] * 2, carry_fns=[(), (reveal(),)], return_carry=True)
-    carries, _ = model.apply({}, jnp.zeros((5, 1, INPUTS)), rngs={"carry": jax.random.key(0)})
+    carries, _ = apply(model, {}, jnp.zeros((5, 1, INPUTS)), rngs={"carry": jax.random.key(0)})
     np.testing.assert_array_equal(carries[0], 0.0)
     assert float(jnp.abs(carries[1]).min()) > 0
 
@@ -377,11 +389,11 @@ def test_a_stack_is_its_layers_in_turn(how):
     lengths = jnp.asarray([STEPS, 2, 0])
     moved = variables(model, x)
     assert sorted(moved["params"]) == ["cells_0", "cells_1", "cells_2"]
-    carries, ys = model.apply(moved, x, seq_lengths=lengths)
+    carries, ys = apply(model, moved, x, seq_lengths=lengths)
     y = x if how.get("time_major") else jnp.swapaxes(x, 0, 1)
     reverse = how.get("reverse", False)
     for index, cell in enumerate(cells):
-        carry, y = rg.unroll(
+        carry, y = unroll(
             cell, moved["params"][f"cells_{index}"], y, lengths=lengths, reverse=reverse
         )
         assert_close(carries[index], carry, tolerance=1e-13)
@@ -395,7 +407,7 @@ def test_a_stack_is_its_layers_in_turn(how):
             axis=1,
         )
     assert_close(ys if how.get("time_major") else jnp.swapaxes(ys, 0, 1), y, tolerance=1e-13)
-    again, _ = model.apply(moved, x, initial_carry=carries, seq_lengths=jnp.zeros(BATCH, int))
+    again, _ = apply(model, moved, x, initial_carry=carries, seq_lengths=jnp.zeros(BATCH, int))
     assert_identical(again, carries)
 
 
@@ -407,9 +419,9 @@ def test_dropout_is_torchs(layers, factors):
     unit."""
     model = rg.Stack([Identity(features=50)] * layers, dropout=0.3)
     x = jnp.ones((20, 30, 50))
-    y = np.asarray(model.apply({}, x, rngs={"dropout": jax.random.key(0)}))
+    y = np.asarray(apply(model, {}, x, rngs={"dropout": jax.random.key(0)}))
     assert_close(np.unique(np.round(y, 12)), np.asarray(factors), tolerance=1e-11)
-    assert_identical(model.apply({}, x, deterministic=True), x)
+    assert_identical(apply(model, {}, x, deterministic=True), x)
     if layers > 1:
         kept = (y > 0).astype(float)
         share = 0.7 ** (layers - 1)

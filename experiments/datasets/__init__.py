@@ -15,6 +15,7 @@ import numpy as np
 
 from experiments.config import UserError
 from experiments.datasets import cifar, prepared
+from experiments.datasets.damage import damaged
 from experiments.datasets.idx import read_idx
 
 __all__ = ["SOURCES", "Images", "Source", "load"]
@@ -188,8 +189,7 @@ def _read_raw(source: Source, paths: list[Path]) -> Images:
     for (images_path, labels_path), count in ((paths[:2], train), (paths[2:], test)):
         labels = read_idx(labels_path, (count,))
         if labels.max() >= len(source.train):
-            where = int(labels.argmax())
-            raise UserError(f"{labels_path} is damaged at byte {8 + where}: there is no such class.")
+            raise damaged(labels_path, 8 + int(labels.argmax()), "there is no such class")
         arrays += [read_idx(images_path, (count, height, width))[..., None], labels]
     return Images(*arrays)
 

@@ -42,7 +42,7 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
         raise unreadable(path, error) from None
 
 
-def _parse(path: Path, stream: IO[bytes], shape: tuple[int, ...]) -> np.ndarray:
+def _parse(path: Path, stream: IO[bytes] | gzip.GzipFile, shape: tuple[int, ...]) -> np.ndarray:
     header = _read(path, stream, 0, 4 + 4 * len(shape))
     magic, expected = header[:4], bytes([0, 0, _UINT8, len(shape)])
     if magic != expected:
@@ -61,7 +61,7 @@ def _parse(path: Path, stream: IO[bytes], shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _read(
-    path: Path, stream: IO[bytes], offset: int, count: int, or_end: bool = False
+    path: Path, stream: IO[bytes] | gzip.GzipFile, offset: int, count: int, or_end: bool = False
 ) -> bytearray:
     """The next ``count`` bytes, from ``offset`` of the (unzipped) content; nothing at its end."""
     found = bytearray()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -163,11 +164,12 @@ class PixelsTask:
         order = self.order()
 
         def sequences(of: np.ndarray, labels: np.ndarray) -> Batch:
-            pixels = of.reshape(len(of), self.steps, -1)[:, order]
-            return Batch(pixels, labels.astype(np.int32))
+            pixels: Any = of.reshape(len(of), self.steps, -1)[:, order]
+            numbers: Any = labels.astype(np.int32)
+            return Batch(pixels, numbers)
 
         def held_out(part: Batch) -> Batch:
-            inputs = np.ascontiguousarray(np.swapaxes(part.inputs, 0, 1))
+            inputs: Any = np.ascontiguousarray(np.swapaxes(part.inputs, 0, 1))
             return Batch(inputs, part.targets[None])
 
         train, validation = self.split()

@@ -113,7 +113,7 @@ def prepare(root, name, parts, shape):
 
     class Prepared(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version("3.0.1")
-        pkg_dir_path = None
+        pkg_dir_path = code_path = None  # it has no package of its own
 
         def _info(self):
             label = tfds.features.ClassLabel(num_classes=10)

@@ -88,7 +88,7 @@ def test_the_baseline_is_the_best_constant(constant):
     (baseline,) = {metric.baseline for metric in task.metrics}
     expected = baseline * (1 - 1 / n**2) + (1 - constant) ** 2
     assert baseline == 1 / 6
-    assert np.mean(scores["mse"], dtype=np.float64) == pytest.approx(expected, rel=1e-6)
+    assert np.asarray(scores["mse"], np.float64).mean() == pytest.approx(expected, rel=1e-6)
     np.testing.assert_array_equal(scores["mse"], scores["loss"])
 
 
@@ -185,9 +185,10 @@ def unchanged(**settings):
     }
 
 
-@pytest.mark.parametrize("cell", ["gato", "gru", "lstm", "ur_lstm"])
+@pytest.mark.parametrize("cell", ["gato", "lstm"])
 def test_training_changes_every_parameter(cell):
-    assert unchanged(cell=cell) == set()
+    settings = {} if cell == "gato" else {"cell": cell}
+    assert unchanged(**settings) == set()
 
 
 def test_ablations():
@@ -195,7 +196,7 @@ def test_ablations():
     names = {f"recurrent.cell.g.{name}" for name in ("out_bias", "out_kernel")}
     names |= {f"recurrent.cell.g.{name}.s" for name in ("bias", "kernel", "recurrent_kernel")}
     assert unchanged(s_update="zero") == names  # s stays 0: all that makes it learns nothing
-    runs = [{}, {"s_update": "replace"}, {"s_update": "zero"}, {"lambda_": 0.5}]
+    runs = [{}, {"s_update": "replace"}, {"s_update": "zero"}]
     kernels = [before_and_after(**run)[1]["decoder"]["Dense_0"]["kernel"] for run in runs]
     for a, b in itertools.combinations(kernels, 2):
         assert not np.array_equal(a, b)

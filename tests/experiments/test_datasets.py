@@ -118,7 +118,7 @@ DAMAGED_BATCH = {
     "cut": (BATCH[:4000], 4000, "cut short"),
     "end cut": (BATCH[:-1], len(BATCH) - 1, "cut short"),
     "too long": (BATCH + b"x", len(BATCH) - 1, "ends before the file does"),
-    "no pickle": (b"tar\0" * 99, 0, "no marked tuple" if False else "finds the wrong things"),
+    "no pickle": (b"tar\0" * 99, 0, "finds the wrong things"),
     "protocol 4": (pickle.dumps({}, 4), 0, "no pickle of protocol 2"),
     "executes": (executes(), 2, "an object that no batch needs"),
     "no data": (b"\x80\x02}q\0.", 6, "no array 'data'"),
@@ -159,7 +159,9 @@ def mutated(draw):
         if how == "cut":
             del content[at:]
         else:
-            content[at : at + (0 if how == "put in" else len(some))] = b"" if how == "lose" else some
+            content[at : at + (0 if how == "put in" else len(some))] = (
+                b"" if how == "lose" else some
+            )
     return kind, bytes(content)
 
 

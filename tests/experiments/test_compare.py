@@ -1,0 +1,187 @@
+"""The comparison of runs: its table, its curves, and the wishes that cannot be met."""
+
+import json
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+from absl.flags import Error
+
+from experiments import compare, comparison, protocols, study_figures, train
+from experiments.config import UserError
+
+
+def workdir(path, task="adding", mse=((0.5,), (0.25,)), finished=True, **settings):
+    """A workdir as a run leaves it; a row of ``mse`` has the values of an evaluation's lanes."""
+    lanes = len(mse[0])
+    settings = {"cell": "gru", "hidden_size": 4, "seeds": lanes, "steps": len(mse) - 1} | settings
+    config = protocols.resolve(task, "small", settings)
+    path.mkdir()
+    recorded = {"protocol": "small", "overrides": config.overrides, "config": config.resolved()}
+    (path / "config.json").write_text(json.dumps(recorded | {"identity": config.identity()}))
+    name = config.task.metrics[0].name
+    rows = [
+        {"step": step, "examples": 64 * step, "held_out": {name: list(values)}}
+        for step, values in enumerate(mse)
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    timing = [{"step": step, "seconds": 1.5} for step in range(len(mse))]
+    (path / "timing.jsonl").write_text("".join(json.dumps(row) + "\n" for row in timing))
+    if finished:
+        per_run = [{"value": value} for value in mse[-1]]
+        summary = {"metrics": {name: {"per_run": per_run}}, "recurrent_parameters": 1234}
+        (path / "summary.json").write_text(json.dumps(summary))
+    return path
+
+
+@pytest.fixture
+def three(tmp_path):
+    """Three runs: three seeds of which one diverges, one seed, one that still trains."""
+    seeds = [(0.5, 0.25, 1.0), (0.5, 0.125, None), (0.25, 0.0625, None)]
+    return (
+        workdir(tmp_path / "a", mse=seeds),
+        workdir(tmp_path / "b", cell="gato", s_update="zero", mse=[(0.5,), (0.125,)]),
+        workdir(tmp_path / "c", cell="gato", steps=9, finished=False),
+    )
+
+
+def test_the_table(three, tmp_path, capsys):
+    table = comparison.run(three, "mean", tmp_path / "figure.png")
+    gato = 2 * (2 * 4 + 32 * 4 + 33)
+    assert table.splitlines() == [
+        "| cell               | protocol | parameters | mse: mean [min, max] | seconds |",
+        "| ------------------ | -------: | ---------: | -------------------: | ------: |",
+        "| gru                |    small |      1,234 |       ∞ [0.0625, ∞]* |       4 |",
+        "| gato s_update=zero |    small |      1,234 |               0.1250 |       3 |",
+        f"| gato               |    small |        {gato} |     0.2500 at step 1 |       3 |",
+    ]
+    assert table in capsys.readouterr().out
+
+
+def test_the_curves(three, tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(plt, "close", shown.append)
+    figure = tmp_path / "new" / "figure.png"
+    comparison.run(three, "mean", figure)
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    (axes,) = shown[0].axes
+    a, b, c, baseline = axes.lines
+    assert [line.get_label() for line in (a, b, c)] == ["gru*", "gato s_update=zero", "gato"]
+    np.testing.assert_array_equal(a.get_xdata(), [0, 64, 128])
+    np.testing.assert_allclose(a.get_ydata(), [1.75 / 3, 0.3125, 0.15625], rtol=1e-12)
+    np.testing.assert_array_equal(b.get_ydata(), [0.5, 0.125])
+    np.testing.assert_array_equal(baseline.get_ydata(), [1 / 6, 1 / 6])
+    (band,) = axes.collections  # a single seed has none
+    corners = {tuple(corner) for corner in band.get_paths()[0].vertices.tolist()}
+    assert corners == {(0, 0.25), (0, 1), (64, 0.125), (64, 0.5), (128, 0.0625), (128, 0.25)}
+
+
+def test_bands():
+    nan = np.nan
+    values = np.array([[1.0, 2.0, 6.0, 3.0, 8.0], [4.0, nan, nan, nan, nan], [nan] * 5])
+    np.testing.assert_array_equal(
+        study_figures.band(values, "mean"), [[4, 4, nan], [1, 4, nan], [8, 4, nan]]
+    )
+    np.testing.assert_array_equal(
+        study_figures.band(values, "median"), [[3, 4, nan], [2, 4, nan], [6, 4, nan]]
+    )
+
+
+def test_many_lines_differ():
+    looks = [tuple(study_figures.line_style(index).values()) for index in range(24)]
+    assert len(set(looks)) == 24
+
+
+def test_accuracy_of_a_diverged_run(tmp_path):
+    seeds = [(0.0, 0.0), (0.75, None)]
+    a = workdir(tmp_path / "a", task="copy", mse=seeds)
+    b = workdir(tmp_path / "b", task="copy", mse=[(0.0, 0.0), (0.5, 0.75)], length=9)
+    table = comparison.run([a, b], "median", tmp_path / "figure.png")
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert cells[0][3] == "copied_token_probability: mean [min, max]"
+    assert [row[3] for row in cells[2:]] == ["- [-, 0.7500]*", "0.6250 [0.5000, 0.7500]"]
+    assert [row[0] for row in cells[2:]] == ["gru", "gru length=9"]
+
+
+def test_a_row_for_each_learning_rate(tmp_path):
+    rates = {"learning_rates": (1e-2, 1e-3), "seeds": 2}
+    lanes = [(0.5, 0.5, 0.5, 0.5), (0.5, 0.25, None, 0.125)]
+    a = workdir(tmp_path / "a", mse=lanes, **rates)
+    names, results = zip(
+        *[
+            (line.split("|")[1].strip(), line.split("|")[4].strip())
+            for line in comparison.run([a], "mean", tmp_path / "figure.png").splitlines()[2:]
+        ],
+        strict=True,
+    )
+    assert names == ("gru learning_rate=0.01", "gru learning_rate=0.001")
+    assert results == ("0.3750 [0.2500, 0.5000]", "∞ [0.1250, ∞]*")
+
+
+def test_a_real_run(tmp_path, monkeypatch, capsys):
+    shown = []
+    monkeypatch.setattr(plt, "close", shown.append)
+    settings = {"cell": "rnn", "hidden_size": 2, "length": 2, "held_out_sequences": 4}
+    config = protocols.resolve("adding", "small", settings | {"batch_size": 2, "steps": 1})
+    summary = train.run(config, tmp_path / "run")
+    capsys.readouterr()
+    comparison.run([tmp_path / "run"], "median", tmp_path / "figure.png")
+    printed = capsys.readouterr().out
+    row = [cell.strip() for cell in printed.splitlines()[2].split("|")[1:-1]]
+    value = summary["metrics"]["mse"]["mean"]
+    parameters = f"{2 * (2 + 2 + 2)}"  # two bias vectors, as torch has
+    assert row == ["rnn", "small", parameters, f"{value:.4f}", f"{summary['seconds']:.0f}"]
+    assert shown[-1].axes[0].lines[0].get_ydata()[-1] == value
+
+
+def refused(*workdirs):
+    with pytest.raises(UserError) as error:
+        comparison.run(workdirs, "mean", workdirs[0] / "figure.png")
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_cannot_be_compared(tmp_path):
+    a, b = workdir(tmp_path / "a"), workdir(tmp_path / "b", task="copy")
+    assert refused(a, b) == "these runs are of different tasks: adding and copy."
+    c = workdir(tmp_path / "c", task="copy", headline="accuracy")
+    metrics = "copied_token_probability and accuracy"
+    assert refused(b, c) == f"these runs have different metrics: {metrics}."
+    assert refused(a, tmp_path) == f"{tmp_path} is not a workdir: it has no config.json."
+    (a / "metrics.jsonl").unlink()
+    assert refused(a) == f"the run in {a} has no evaluation yet."
+    (a / "config.json").write_text("{")
+    assert refused(a) == f"{a / 'config.json'} is damaged: it is not JSON."
+
+
+def test_the_command_line():
+    wish = compare.parse(["compare", "a", "--style=median", "b", "--figure=x/y.png"])
+    assert [str(path) for path in wish.workdirs] == ["a", "b"]
+    assert (wish.style, str(wish.figure)) == ("median", "x/y.png")
+    assert compare.parse(["compare", "a"]).style == "mean"
+    with pytest.raises(Error, match="Name at least one workdir"):
+        compare.parse(["compare"])
+    with pytest.raises(Error, match="--style=mode"):
+        compare.parse(["compare", "a", "--style=mode"])
+
+
+def run_binary(monkeypatch, capsys, *argv):
+    """Exit code and standard error of the binary."""
+    monkeypatch.setattr("sys.argv", ["compare", *argv])
+    with pytest.raises(SystemExit) as done:
+        compare.main()
+    return done.value.code, capsys.readouterr()
+
+
+def test_exit_codes(tmp_path, monkeypatch, capsys):
+    code, printed = run_binary(monkeypatch, capsys, str(tmp_path))
+    sentence = f"{tmp_path} is not a workdir: it has no config.json."
+    assert (code, printed.err) == (2, f"experiments.compare: {sentence}\n")
+    code, printed = run_binary(monkeypatch, capsys, "--stile=mean", "a")
+    assert code == 2
+    assert printed.err.startswith("experiments.compare: Unknown command line flag 'stile'")
+    assert printed.err.count("\n") == 1
+    code, printed = run_binary(monkeypatch, capsys, "--help")
+    assert (code, printed.err) == (0, "")
+    for flag in ("DIR [DIR ...]", "\n  --style=mean|median", "\n  --figure=FIGURE"):
+        assert flag in printed.out

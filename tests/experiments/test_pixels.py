@@ -1,0 +1,382 @@
+"""Images pixel by pixel: orders, splits, epochs, protocols, and runs on tiny files."""
+
+import collections
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from experiments import datasets, flags, pixels, protocols, train
+from experiments.config import UserError
+from experiments.models import Decoder, SequenceModel, dropout_masks
+from experiments.tasks import Batch
+from experiments.tasks.pixels import PixelsTask, bit_reversal
+from recurrent_gates import CELLS, RNN
+from tests.experiments import image_files
+from tests.experiments.support import assert_same_bits, leaves
+
+TINY = {
+    "dataset": "smnist",
+    "cell": "gru",
+    "hidden_size": 6,
+    "decoder": (5,),
+    "batch_size": 6,
+    "epochs": 2,
+}
+
+
+def tiny(**settings):
+    """A config on tiny files, see ``mnist``."""
+    return protocols.resolve("pixels", "small", TINY | settings)
+
+
+def resolve(protocol, **settings):
+    return protocols.resolve("pixels", protocol, settings)
+
+
+@pytest.fixture
+def mnist(monkeypatch, tmp_path):
+    """A data directory with 24 + 12 images of 4 x 3 pixels."""
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "nothing prepared"))
+    source = image_files.tiny_source("mnist", 24, 12, shape=(4, 3, 1))
+    monkeypatch.setitem(datasets.SOURCES, "mnist", source)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    image_files.write_idx_set(folder, source)
+    return str(folder)
+
+
+@functools.cache
+def digits():
+    """The default task and its arrays."""
+    task = resolve("small").task
+    return task, task.read()
+
+
+def test_bit_reversal():
+    np.testing.assert_array_equal(bit_reversal(8), [0, 4, 2, 6, 1, 5, 3, 7])
+    np.testing.assert_array_equal(bit_reversal(6), [0, 4, 2, 1, 5, 3])
+    expected = [0, 512, 256, 768, 128, 640, 384, 64, 576, 320, 192, 704]
+    np.testing.assert_array_equal(bit_reversal(784)[:12], expected)
+    for count in (1, 2, 64, 784, 1024):
+        np.testing.assert_array_equal(np.sort(bit_reversal(count)), np.arange(count))
+
+
+def test_bit_reversal_is_the_papers_listing():
+    order = np.arange(1024).reshape(1024, 1)
+    for _ in range(10):
+        half = len(order) // 2
+        order = np.hstack((order[:half], order[half:]))
+    np.testing.assert_array_equal(bit_reversal(784), order[0][order[0] < 784])
+
+
+@pytest.mark.parametrize(
+    ("protocol", "dataset", "permutation"),
+    [
+        *(("ur", name, "scanline") for name in ("digits", "smnist", "fashion", "scifar10")),
+        *(("hdetach", name, "scanline") for name in ("smnist", "fashion")),
+        *(("ur", "pmnist", "bit_reversal"), ("small", "pmnist", "bit_reversal")),
+        ("hdetach", "pmnist", "random"),
+    ],
+)
+def test_order_of_a_protocol(protocol, dataset, permutation):
+    assert resolve(protocol, dataset=dataset).task.permutation == permutation
+    other = resolve(protocol, dataset=dataset, permutation="random", permutation_seed=3).task
+    np.testing.assert_array_equal(other.order(), np.random.RandomState(3).permutation(other.steps))
+
+
+def test_random_order_is_that_of_the_runs_seed():
+    order = resolve("hdetach", dataset="pmnist", seed=150).task.order()
+    np.testing.assert_array_equal(order[:5], [176, 32, 363, 605, 548])
+    fixed = resolve("hdetach", dataset="pmnist", seed=1, permutation_seed=150).task.order()
+    np.testing.assert_array_equal(order, fixed)
+
+
+SPLITS = {
+    ("ur", "smnist"): (54_000, 6_000),
+    ("ur", "scifar10"): (45_000, 5_000),
+    ("ur", "digits"): (1293, 144),
+    ("hdetach", "smnist"): (50_000, 10_000),
+}
+
+
+@pytest.mark.parametrize(("protocol", "dataset"), SPLITS)
+def test_split(protocol, dataset):
+    task = resolve(protocol, dataset=dataset).task
+    train_numbers, validation = task.split()
+    assert (len(train_numbers), len(validation)) == SPLITS[protocol, dataset]
+    assert (task.examples, task.validation) == SPLITS[protocol, dataset]
+    everything = np.sort(np.concatenate([train_numbers, validation]))
+    np.testing.assert_array_equal(everything, np.arange(sum(task.source.train)))
+    if protocol == "hdetach":
+        np.testing.assert_array_equal(validation, np.arange(50_000, 60_000))
+    else:
+        drawn = np.random.RandomState(42).permutation(sum(task.source.train))
+        np.testing.assert_array_equal(validation, drawn[len(train_numbers) :])
+
+
+def test_read_has_the_shapes_of_load():
+    task, data = digits()
+    shapes = jax.eval_shape(task.load)
+    assert jax.tree.structure(shapes) == jax.tree.structure(data)
+    for shape, array in zip(jax.tree.leaves(shapes), jax.tree.leaves(data), strict=True):
+        assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
+
+
+@pytest.mark.parametrize("permutation", ["scanline", "bit_reversal", "random"])
+def test_pixels_are_read_in_order(permutation):
+    images = datasets.load("digits", None)
+    task = resolve("small", permutation=permutation).task
+    data = task.read()
+    first, label = task.split()[0][7], data["train"].targets[7]
+    pixels_of = images.train_images[first].reshape(64, 1)[task.order()]
+    np.testing.assert_array_equal(data["train"].inputs[7], pixels_of)
+    assert label == images.train_labels[first]
+    test = images.test_images.reshape(360, 64, 1)[:, task.order()]
+    np.testing.assert_array_equal(data["test"].inputs, test.swapaxes(0, 1))
+    np.testing.assert_array_equal(data["test"].targets[0], images.test_labels)
+    np.testing.assert_array_equal(data["validation"].inputs.shape, (64, 144, 1))
+
+
+def test_channels_go_in_together(monkeypatch, tmp_path):
+    source = image_files.tiny_source("cifar10", 20, 10)
+    monkeypatch.setitem(datasets.SOURCES, "cifar10", source)
+    held = image_files.write_cifar_set(tmp_path, source)
+    task = resolve("ur", dataset="scifar10", data_dir=str(tmp_path), batch_size=2).task
+    data = task.read()
+    assert data["test"].inputs.shape == (1024, 10, 3)
+    np.testing.assert_array_equal(data["test"].inputs[33, 4], held[2][4, 1, 1])
+
+
+def drawn(task, data, size):
+    """(seed, step) -> batch."""
+    draw = jax.jit(lambda data, seed, step: task.batch(data, jax.random.key(seed), step, size))
+    return lambda seed, step: draw(data, jnp.int32(seed), jnp.int32(step))
+
+
+@pytest.mark.parametrize("size", [100, 50, 431])
+def test_an_epoch_meets_each_image_once(size):
+    task, data = digits()
+    known = collections.Counter(image.tobytes() for image in data["train"].inputs)
+    label_of = dict(
+        zip((i.tobytes() for i in data["train"].inputs), data["train"].targets, strict=True)
+    )
+    draw = drawn(task, data, size)
+    steps = 1293 // size
+    orders = []
+    for seed, epoch in ((0, 0), (0, 1), (5, 0)):
+        seen = []
+        for step in range(epoch * steps, (epoch + 1) * steps):
+            batch = draw(seed, step)
+            assert batch.inputs.shape == (64, size, 1)
+            assert batch.inputs.dtype == jnp.uint8
+            rows = np.asarray(batch.inputs).swapaxes(0, 1)
+            seen += [row.tobytes() for row in rows]
+            assert [label_of[row.tobytes()] for row in rows] == batch.targets[0].tolist()
+        assert len(seen) == steps * size
+        assert not collections.Counter(seen) - known  # none more often than it is there
+        orders.append(seen)
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    again = np.asarray(draw(0, 0).inputs).swapaxes(0, 1)
+    assert [row.tobytes() for row in again] == orders[0][:size]
+
+
+def test_scores():
+    task, _ = digits()
+    labels = jnp.array([[3, 9, 0, 3]])
+    batch = Batch(jnp.zeros((64, 4, 1), jnp.uint8), labels)
+    oracle = task.score(1e4 * jax.nn.one_hot(labels, 10), batch)
+    np.testing.assert_array_equal(oracle["accuracy"], [1, 1, 1, 1])
+    np.testing.assert_array_equal(oracle["loss"], [0, 0, 0, 0])
+    constant = task.score(1e4 * jax.nn.one_hot(jnp.full((1, 4), 3), 10), batch)
+    np.testing.assert_array_equal(constant["accuracy"], [1, 0, 0, 1])
+    blind = task.score(jnp.zeros((1, 4, 10)), batch)
+    accuracy, loss = task.metrics
+    np.testing.assert_allclose(blind["loss"], np.full(4, loss.baseline), rtol=1e-6)
+    assert (accuracy.name, accuracy.baseline, loss.baseline) == ("accuracy", 0.1, math.log(10))
+
+
+def test_head_on_the_last_output_is_the_last_of_the_head_on_every_output():
+    task, data = digits()
+    batch = Batch(data["test"].inputs[28:36, :5], data["test"].targets[:, :5])
+    layer = RNN(CELLS["ur_lstm"](7), time_major=True)
+    model = task.module(layer, 0, (4,))
+    every = SequenceModel(model.encoder, layer, Decoder((4, 10)), outputs=8)
+    params = model.init(jax.random.key(0), batch.inputs)
+
+    def loss(params, model):
+        outputs = model.apply(params, batch.inputs)
+        return task.score(outputs, batch)["loss"].mean(), outputs[-1]
+
+    grad = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
+    (value, last), gradient = grad(params, model)
+    (value_, last_), gradient_ = grad(params, every)
+    np.testing.assert_allclose(value, value_, rtol=1e-6)
+    np.testing.assert_allclose(last, last_, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), gradient, gradient_)
+
+
+def test_pixels_become_numbers_from_0_to_1():
+    task, data = digits()
+
+    class Through(nn.Module):
+        @nn.compact
+        def __call__(self, x, **_):
+            return x
+
+    model = task.module(Through(), 0, ())
+    encoded = model.encoder.apply({}, data["test"].inputs)
+    np.testing.assert_array_equal(encoded, data["test"].inputs.astype(np.float32) / 16)
+
+
+EXPECTED = {
+    ("ur", "smnist"): {"steps": 162_000, "eval_every": 1080, "batch_size": 50, "clip_norm": 1},
+    ("ur", "scifar10"): {"steps": 90_000, "eval_every": 900},
+    ("hdetach", "smnist"): {"steps": 100_000, "eval_every": 500, "batch_size": 100}
+    | {"learning_rates": (1e-3, 5e-4, 1e-4), "clip_norm": 1, "keep_best": True},
+    ("small", "digits"): {"batch_size": 50, "keep_best": True},
+}
+
+
+@pytest.mark.parametrize(("protocol", "dataset"), EXPECTED)
+def test_settings_are_the_papers(protocol, dataset):
+    training = resolve(protocol, dataset=dataset).training
+    expected = EXPECTED[protocol, dataset]
+    assert {name: getattr(training, name) for name in expected} == expected
+
+
+def test_settings_that_depend_on_others():
+    assert resolve("ur").training.learning_rates == (2e-4, 5e-4, 1e-3, 2e-3)
+    assert resolve("ur", cell="ur_gru").training.learning_rates == (2e-4, 5e-4)
+    carry = resolve("hdetach").carry
+    assert (carry.detach_prob, carry.detach_off_steps) == (0.25, 19_500)
+    for cell, zoneout in (("ur_lstm", (0.5, 0.05)), ("gru", (0.0, 0.1)), ("ur_gru", (0.0, 0.1))):
+        config = resolve("ur_zoneout", cell=cell)
+        assert (config.carry.zoneout_c, config.carry.zoneout_h) == zoneout
+        assert config.model.dropout == 0.5
+    assert resolve("ur").model.dropout == 0
+
+
+@pytest.mark.parametrize(
+    ("protocol", "cell", "count"),
+    [
+        ("ur", "ur_lstm", 4 * 512 * (1 + 512 + 1) + 512),
+        ("ur", "lstm", 4 * 512 * (1 + 512 + 1)),
+        ("hdetach", "lstm", 4 * 100 * (1 + 100 + 2)),
+        ("ur", "gru", 3 * 512 * (1 + 512 + 1)),
+    ],
+)
+def test_parameter_counts_need_no_data(protocol, cell, count):
+    described = train.describe(resolve(protocol, cell=cell, data_dir="nowhere"))
+    head = (512 + 1) * 256 + (256 + 1) * 10 if protocol == "ur" else (100 + 1) * 10
+    assert described["recurrent_parameters"] == count
+    assert described["total_parameters"] == count + head
+
+
+def test_epochs_and_steps():
+    assert resolve("ur", epochs=2).training.steps == 2160
+    assert resolve("ur", epochs=2, batch_size=100).training.steps == 1080
+    assert resolve("ur", steps=7).training.steps == 7
+    assert resolve("ur", epochs=2).hash() == resolve("ur", epochs=3).hash()
+    with pytest.raises(UserError, match="exclude each other"):
+        resolve("ur", epochs=2, steps=7)
+    with pytest.raises(UserError, match="--epochs must be at least 1, got 0"):
+        resolve("ur", epochs=0)
+
+
+def test_where_the_data_are_is_not_part_of_the_identity():
+    assert resolve("ur", data_dir="a").hash() == resolve("ur", data_dir="b").hash()
+    assert resolve("ur", dataset="pmnist").hash() != resolve("ur").hash()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"dataset": "mnist"}, "--dataset is one of digits, smnist"),
+        ({"permutation": "none"}, "--permutation is one of scanline"),
+        ({"permutation_seed": -1}, "--permutation_seed must be at least 0"),
+        ({"batch_size": 2000}, "--batch_size=2000 is more than the 1293 training images"),
+        ({"dropout": 1.0}, "--dropout is a probability below 1"),
+        ({"length": 3}, "--length is not for pixels"),
+    ],
+)
+def test_bad_settings_are_refused(settings, sentence):
+    with pytest.raises(UserError, match=sentence):
+        resolve("small", **settings)
+
+
+def test_every_setting_has_a_source():
+    for name, protocol in protocols.PIXELS.items():
+        groups = [protocol.settings, *protocol.cells.values()]
+        for setting, sourced in [item for group in groups for item in group.items()]:
+            ours = sourced.source.removeprefix("ours")
+            assert len(sourced.source) > 5, (name, setting)
+            assert ours == sourced.source or ours.startswith(": "), (name, setting)
+
+
+def test_dropout_masks():
+    (mask,) = dropout_masks(jax.random.key(0), 0.25, (500,), 40)
+    assert mask.shape == (1, 40, 500)
+    assert set(np.unique(mask).tolist()) == {0.0, np.float32(4 / 3)}
+    assert abs((np.asarray(mask) == 0).mean() - 0.25) < 0.02
+    assert dropout_masks(jax.random.key(0), 0.0, (500,), 40) == ()
+    x, ones = jnp.ones((1, 40, 3)), jnp.ones((1, 40, 500))
+    decoder = Decoder((500, 2))
+    params = decoder.init(jax.random.key(1), x)
+    np.testing.assert_array_equal(decoder.apply(params, x), decoder.apply(params, x, ones))
+    assert not np.array_equal(decoder.apply(params, x), decoder.apply(params, x, mask))
+
+
+def rows(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_goes_on_bit_for_bit(tmp_path, mnist):
+    settings = {**TINY, "data_dir": mnist, "dropout": 0.5, "eval_every": 2}
+    del settings["epochs"]  # they have 3 steps
+
+    def run(steps, workdir):
+        config = protocols.resolve("pixels", "small", settings | {"steps": steps})
+        return train.run(config, tmp_path / workdir)
+
+    summary = run(8, "whole")
+    run(4, "parts")
+    (tmp_path / "elsewhere").symlink_to(mnist)
+    settings["data_dir"] = str(tmp_path / "elsewhere")
+    run(8, "parts")
+    assert_same_bits(leaves(tmp_path / "parts", 8), leaves(tmp_path / "whole", 8))
+    found = rows(tmp_path / "whole")
+    assert rows(tmp_path / "parts") == found
+    assert [row["step"] for row in found] == [0, 2, 4, 6, 8]
+    assert set(found[-1]["validation"]) == {"accuracy", "loss"}
+    assert summary["metrics"]["accuracy"]["mean"] * 12 == pytest.approx(
+        round(summary["metrics"]["accuracy"]["mean"] * 12)  # of the 12 test images
+    )
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut"])
+def test_bad_files_are_refused_before_the_workdir(tmp_path, mnist, damage):
+    path = tmp_path / "data" / "train-images-idx3-ubyte.gz"
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match="train-images-idx3-ubyte"):
+        train.run(tiny(data_dir=mnist), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_flags_reach_the_config(monkeypatch):
+    calls = []
+    monkeypatch.setattr("experiments.train.run", lambda *arguments: calls.append(arguments))
+    argv = ["pixels", "--dataset=pmnist", "--permutation=random", "--permutation_seed=9"]
+    argv += ["--epochs=2", "--dropout=0.5", "--data_dir=here", "--protocol=ur"]
+    flags.start("pixels", flags.parse(argv, pixels.define))
+    config, _ = calls[0]
+    assert config.task == PixelsTask("pmnist", "random", 9, 0.1, False, "here")
+    assert (config.training.steps, config.model.dropout) == (2160, 0.5)

@@ -5,6 +5,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# One process per core; a file stays in one process, so that its compilations are shared.
+PYTEST_FLAGS ?= --numprocesses=auto --dist=loadfile
 
 .PHONY: copy test test-all test-gpu lint
 
@@ -23,10 +25,10 @@ lint: $(VENV)/installed
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 test-all: lint
-	$(BIN)/python -m pytest --full
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) --full
 
 test-gpu: $(VENV)/installed
 	$(BIN)/python -m pytest tests/gpu

@@ -70,6 +70,7 @@ def begin(task: str, given: dict[str, Any]) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("Figures need matplotlib: pip install 'recurrent_gates[experiments]'.")
     gates = given.get("figure") == "gates"
+    cell = None if gates else build(given["cell"], given["hidden_size"])
     name = "gates" if gates else given["cell"].replace(":", ".")
     out = Path(given.get("out_dir") or Path("runs", "diagnose", name))
     try:
@@ -77,7 +78,7 @@ def begin(task: str, given: dict[str, Any]) -> None:
     except OSError as error:
         raise UserError(f"--out_dir {out} cannot be made: {error.strerror}.") from None
     try:
-        _refine_gate(given, out) if gates else _diagnose(given, out)
+        _refine_gate(given, out) if gates else _diagnose(cell, given, out)
     except KeyboardInterrupt:
         print("experiments.diagnose: interrupted.", file=sys.stderr)
         sys.exit(130)
@@ -174,7 +175,7 @@ def _reading(given: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------
 
 
-def _diagnose(given: dict[str, Any], out: Path) -> None:
+def _diagnose(cell: Any, given: dict[str, Any], out: Path) -> None:
     import jax
     import jax.numpy as jnp
 
@@ -182,7 +183,6 @@ def _diagnose(given: dict[str, Any], out: Path) -> None:
     from recurrent_gates import analysis
     from recurrent_gates import desiderata as theory
 
-    cell = build(given["cell"], given["hidden_size"])
     D, T, draws = given["in_features"], given["steps"], given["draws"]
     key = jax.random.key(given["seed"])
     how = _reading(given)

@@ -172,7 +172,7 @@ BAD = {
     "--cell=nowhere:Cell": "Module 'nowhere' cannot be imported: ModuleNotFoundError",
     "--cell=OWN:Missing": "has no 'Missing'",
     "--cell=OWN:number": "cannot be built: TypeError",
-    "--cell=collections:OrderedDict": "cannot be built",
+    "--cell=collections:OrderedDict": "nor a Flax cell, but OrderedDict",
     "--cell=OWN:Broken": "cannot be measured: RuntimeError: this step",
     "--cell=gru --remembered=c": "no floating field 'c'; it has h",
     "--hidden_size=0": "--hidden_size must be at least 1",

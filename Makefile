@@ -31,4 +31,4 @@ test-all: lint
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --full
 
 test-gpu: $(VENV)/installed
-	$(BIN)/python -m pytest tests/gpu
+	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest tests/gpu

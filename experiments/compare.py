@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app
+from absl import app, logging
 from absl import flags as absl_flags
 
 from experiments import flags
@@ -65,6 +65,7 @@ def main() -> None:
             flags.fail("compare", str(error))
 
     def body(wish: Wish) -> None:
+        logging.set_verbosity(logging.WARNING)
         from experiments import comparison
         from experiments.config import UserError
 

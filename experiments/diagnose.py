@@ -350,7 +350,8 @@ def _timescales(cell: Any, key: Any, in_features: int, name: str, out: Path) -> 
     values = np.ravel(np.asarray(periods))
     gated = isinstance(cell, LSTM | GRU) and getattr(cell, "forget_gate", True)
     law = gate_theory.gate_law(cell.gate, cell.features) if gated else None
-    middle = np.quantile(values, [0.01, 0.5, 0.99])
+    ranks = np.round(np.array([0.01, 0.5, 0.99]) * (values.size - 1)).astype(int)
+    middle = np.sort(values)[ranks]  # some may be infinite
     print(
         "\ntimescales 1/(1-f) at the start, 1%, 50%, 99% of units: "
         + ", ".join(f"{v:.3g}" for v in middle)

@@ -94,7 +94,7 @@ def _baseline(axes: Any, metric: Metric) -> None:
         f"{metric.baseline_name} ({metric.baseline:.3g})",
         (1, metric.baseline),
         xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
+        xytext=(0, -12 if metric.higher_is_better else 3),  # on the side without lines
         textcoords="offset points",
         ha="right",
         color="0.35",

@@ -117,7 +117,8 @@ def test_finished_runs_become_one_table(runs, tmp_path, monkeypatch, capsys):
 
 def test_it_trains_by_itself(tmp_path, monkeypatch, capsys):
     small = protocols.TRANSFER_COPY["small"]
-    shrunk = {name: protocols.Sourced(value, "a test") for name, value in TINY.items()}
+    settings = TINY | {"cell": "rnn", "hidden_size": 3}
+    shrunk = {name: protocols.Sourced(value, "a test") for name, value in settings.items()}
     shrunk = small._replace(settings={**small.settings, **shrunk})
     monkeypatch.setitem(protocols.TRANSFER_COPY, "small", shrunk)
     evaluated = []  # how is another test's matter

@@ -155,6 +155,7 @@ _SATURATES = Verdict(False, "tanh' goes to 0 as c grows")
 _BOUNDED = Verdict(True, "|tanh| <= 1")
 _FLAT = Verdict(True, "tanh' <= 1")
 _O_TANH = Verdict(True, "h = o * tanh(c), so |h| <= 1")
+_UNTIED = Verdict(True, "f and i are untied, but f < 1 holds |h| below the largest i / (1 - f)")
 _FROZEN = Verdict(
     False,
     "cumax ends at 1, so the last unit would be kept for ever, but only to within rounding",
@@ -196,7 +197,14 @@ EXPECTED: dict[str, tuple[Verdict, Verdict, Verdict, Verdict, Verdict]] = {
         _IDENTITY_GROWS,
         _IDENTITY_SLOPE,
         _IDENTITY_SLOPE,
-        Verdict(True, "f + i <= 1 + f i is above 1, but f < 1 holds |h| below max i / (1 - f)"),
+        _UNTIED,
+    ),
+    "gru_master_ordered": (
+        _FROZEN,
+        _IDENTITY_GROWS,
+        _IDENTITY_SLOPE,
+        _IDENTITY_SLOPE,
+        _UNTIED,
     ),
     "rnn": (
         Verdict(False, "dh_T/dh_t is a product of U^T D, which shrinks or grows with the gap"),
@@ -213,7 +221,12 @@ EXPECTED: dict[str, tuple[Verdict, Verdict, Verdict, Verdict, Verdict]] = {
         Verdict(False, "where z is near -1, h becomes 2 tanh(W h) - h: steps of up to 2 add up"),
     ),
 }
-"""Verdicts on criteria 1 to 5 by family."""
+"""Verdicts on criteria 1 to 5 by family, left as they were before measuring.
+
+Of the names in ``CELLS`` at 32 units two disagree, both on criterion 5: cm_gru and cm_janet.
+Chrono masters open f so far that i / (1 - f) is no bound that 10^4 steps reach, and max |h|
+goes on growing, up to 13-fold.
+"""
 
 
 def family(cell: Cell) -> str | None:
@@ -229,9 +242,9 @@ def family(cell: Cell) -> str | None:
     if isinstance(cell, GRU):
         if cell.activation is not jnp.tanh:
             return None
-        if cell.gate.activation == "cumax":
-            return "gru_ordered"
-        return "gru_master" if cell.gate.master else "gru"
+        master = "_master" if cell.gate.master else ""
+        ordered = "_ordered" if cell.gate.activation == "cumax" else ""
+        return f"gru{master}{ordered}"
     if isinstance(cell, Elman):
         return "rnn" if cell.activation is jnp.tanh else None
     return "exploding" if isinstance(cell, Exploding) else None

@@ -3,6 +3,10 @@ definition."""
 
 import functools
 import itertools
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -331,6 +335,50 @@ def test_functions_of_one_list_draw_apart():
     assert none is None and 16 < int((first != second).sum()) < 48
     again = rg.draw_noise((rg.Detach(p=0.5),), jax.random.key(0), 64, ())
     assert_identical(again[0], first)
+
+
+EIGHT_DEVICES = """
+import jax, jax.numpy as jnp, numpy as np, recurrent_gates as rg
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+assert jax.device_count() == 8
+cell = rg.LSTM(4)
+params = cell.init_params(jax.random.key(0), 2)
+xs = jax.random.normal(jax.random.key(1), (5, 16, 2))
+fns = (rg.Detach(p=0.5, per_example=True), rg.Zoneout(p=0.5, field="c"))
+
+@jax.jit
+def masks(key):
+    detach, keys = rg.draw_noise(fns, key, 5, (16,))
+    return detach, jax.random.key_data(keys)
+
+@jax.jit
+def run(params, xs, key):
+    loss = lambda params: (rg.unroll(cell, params, xs, carry_fns=fns, key=key)[1] ** 2).sum()
+    return jax.value_and_grad(loss)(params)
+
+mesh = Mesh(np.array(jax.devices()), ("batch",))
+place = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
+key = jax.random.key(2)
+for one, eight in zip(masks(key), masks(place(key)), strict=True):
+    np.testing.assert_array_equal(one, eight)
+one, eight = run(params, xs, key), run(place(params), place(xs, None, "batch"), place(key))
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), one, eight)
+print("equal")
+"""
+
+
+def test_masks_are_the_same_on_one_and_on_eight_devices():
+    """The draws bit for bit; the loss and its gradient up to the order of float32 sums over 16."""
+    flags = "--xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, "-c", EIGHT_DEVICES],
+        capture_output=True,
+        text=True,
+        cwd=pathlib.Path(rg.__file__).parent.parent,
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+    )
+    assert done.stdout.strip() == "equal", done.stderr
 
 
 # Zoneout.

@@ -190,7 +190,8 @@ def test_every_cell_has_a_family():
     assert set(families.values()) <= set(EXPECTED)
     assert families["ur_lstm"] == families["um_lstm"] == "lstm"
     assert families["on_lstm"] == families["or_lstm"] == "lstm_ordered"
-    assert families["om_gru"] == families["o_janet"] == "gru_ordered"
+    assert families["or_gru"] == families["o_janet"] == "gru_ordered"
+    assert families["om_gru"] == "gru_master_ordered"
     assert families["cm_gru"] == "gru_master"
     assert family(rg.GATO(4, s_update="zero")) == "gato_ablated"
     # Where an option changes what theory says, nothing is claimed.

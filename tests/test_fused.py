@@ -262,7 +262,7 @@ def test_the_covering_array_covers():
 @pytest.mark.parametrize(
     "settings",
     [dict(s_update="accumulate", gamma=jnp.sin), dict(emit_s_only=True), dict(wrap=None)],
-    ids=str,
+    ids="-".join,
 )
 def test_gato_settings(settings):
     compare(rg.CELLS["gato2"](FEATURES, hidden=3, param_dtype=jnp.float64, **settings), {})

@@ -279,9 +279,6 @@ def test_digits():
 
 @pytest.mark.filterwarnings("ignore")  # what tensorflow-datasets and its parts deprecate
 def test_prepared_sets(tmp_path, tiny_sets):
-    pytest.importorskip("array_record")
-    pytest.importorskip("tensorflow_datasets")
-    pytest.importorskip("PIL")
     source = datasets.SOURCES["mnist"]
     raw = tmp_path / "raw"
     raw.mkdir()

@@ -179,6 +179,7 @@ class Jacobian:
 
     @property
     def fields(self) -> tuple[Field, ...]:
+        """The names of the carry's floating fields, in order."""
         return tuple(name for name, _ in self.widths)
 
     def block(self, of: Field, wrt: Field) -> jax.Array:

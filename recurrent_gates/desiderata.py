@@ -73,7 +73,7 @@ class Reading:
 
 
 def identity(x: jax.Array) -> jax.Array:
-    """x."""
+    """x itself: gamma of cells that emit the remembered field as it is, such as the GRU."""
     return x
 
 
@@ -352,6 +352,8 @@ def desiderata(
 
 
 def scaled(params: Params, scale: float) -> Any:
+    """The parameters with every floating leaf multiplied by ``scale``, in the same tree."""
+
     def times(leaf: jax.Array) -> jax.Array:
         return leaf * scale if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 

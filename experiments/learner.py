@@ -150,7 +150,7 @@ class Learner:
         self._arrays()
         try:
             self._advance_jit.trace(*self._advance_arguments(self.shapes(), 0, 1))
-        except (ValueError, NotImplementedError) as error:
+        except ValueError as error:
             if self._config.model.backend in ("auto", "scan"):
                 raise
             raise UserError(f"--backend={self._config.model.backend}: {error}") from error

@@ -35,6 +35,10 @@ class Backend(enum.Enum):
     FUSED = "fused"
 
 
+# What auto tries on each platform, in this order, before it takes the scan.
+_FASTEST_FIRST = {"cpu": (Backend.FUSED,)}
+
+
 class Stream(NamedTuple):
     """What happens at each step besides the input; leaves have leading axis T, or are None."""
 
@@ -75,6 +79,17 @@ def advance(
 def masked_output(valid: jax.Array | None, y: jax.Array) -> jax.Array:
     """y with zeros on invalid steps."""
     return y if valid is None else jnp.where(expand(valid, y), y, jnp.zeros_like(y))
+
+
+class Request(NamedTuple):
+    """What is asked of a backend, for it to say whether it serves it; xs is ``[T, *batch, D]``."""
+
+    settings: Settings
+    params: Params
+    xs: Any
+    carry: Carry
+    carry_fns: tuple[CarryFn, ...]
+    stream: Stream
 
 
 class Segment(NamedTuple):
@@ -191,41 +206,49 @@ def unroll(
     if valid is not None:  # NaN in padding must not reach project
         xs = jax.tree.map(lambda x: jnp.where(expand(valid, x), x, jnp.zeros_like(x)), xs)
     settings = Settings(cell, reverse, unroll)
-    segment, chunk = _resolve(cell, params, Backend(backend), carry_fns, carry)
+    stream = Stream(valid, resets, noise)
+    request = Request(settings, params, xs, carry, carry_fns, stream)
+    segment, chunk = _resolve(Backend(backend), request)
     if steps == 0:  # nothing to fuse or to chunk
         segment, chunk, remat = scan_segment, None, None
-    stream = Stream(valid, resets, noise)
     keep = return_carries == "all"
     run = functools.partial(segment, settings, keep_carries=keep)
     out = _chunked(run, settings, params, xs, carry, fresh, carry_fns, stream, remat or chunk)
     return (out.carries if keep else out.carry), out.ys
 
 
-def _resolve(
-    cell: Cell,
-    params: Params,
-    backend: Backend,
-    carry_fns: tuple[CarryFn, ...],
-    carry: Carry,
-) -> tuple[Callable[..., Segment], int | None]:
+def _resolve(backend: Backend, request: Request) -> tuple[Callable[..., Segment], int | None]:
     """The segment function of a backend and the chunk length that it wants, or None."""
     # Imported here: a backend is written in terms of this module.
     from recurrent_gates.backends import fused
 
-    reason = fused.unsupported(cell, params, carry_fns, carry)
+    modules = {Backend.FUSED: fused}
+    reasons = []
     if backend is Backend.AUTO:
-        backend = Backend.SCAN if reason else Backend.FUSED
-        _log_choice(type(cell).__name__, backend.value, jax.default_backend(), reason)
+        platform = jax.default_backend()
+        backend = Backend.SCAN
+        for candidate in _FASTEST_FIRST.get(platform, (Backend.FUSED,)):
+            reason = modules[candidate].unsupported(request)
+            if reason is None:
+                backend = candidate
+                break
+            reasons.append(f"not {candidate.value}: {reason}")
+        name = type(request.settings.cell).__name__
+        _log_choice(name, backend.value, platform, " ".join(reasons))
+    elif backend is not Backend.SCAN:
+        reason = modules[backend].unsupported(request)
+        if reason is not None:
+            raise ValueError(
+                f"The {backend.value} backend does not serve this: {reason} Use backend='scan'."
+            )
     if backend is Backend.SCAN:
         return scan_segment, None
-    if reason:
-        raise ValueError(f"The fused backend does not serve this: {reason} Use backend='scan'.")
-    return fused.segment, fused.CHUNK if cell.accumulated else None
+    return modules[backend].segment, modules[backend].chunk(request)
 
 
 @functools.cache
-def _log_choice(cell: str, choice: str, platform: str, reason: str | None) -> None:
-    because = f" ({reason})" if reason else ""
+def _log_choice(cell: str, choice: str, platform: str, because: str) -> None:
+    because = f" ({because})" if because else ""
     _LOGGER.info("%s on %s: backend auto chose %s%s", cell, platform, choice, because)
 
 

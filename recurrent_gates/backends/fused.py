@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from recurrent_gates.base import Carry, Cell, Params, Slots, pre_activations
 from recurrent_gates.carry import CarryFn, Detach, apply_before, get_field
-from recurrent_gates.scan import Segment, Settings, Stream, advance, masked_output, select
+from recurrent_gates.scan import Request, Segment, Settings, Stream, advance, masked_output, select
 
 CHUNK = 8
 """Steps per chunk for cells with accumulated fields, where the driver is not told otherwise."""
@@ -28,15 +28,21 @@ CHUNK = 8
 CarryFns = tuple[CarryFn, ...]
 
 
-def unsupported(cell: Cell, params: Params, carry_fns: CarryFns, carry: Carry) -> str | None:
+def unsupported(request: Request) -> str | None:
     """Why this backend does not serve a request, in one sentence; None if it does."""
-    if cell.recurrent_weights(params) is None:
+    cell = request.settings.cell
+    if cell.recurrent_weights(request.params) is None:
         return f"{type(cell).__name__} with these settings does not name its recurrent products."
-    for fn in carry_fns:
-        get_field(carry, fn.field)  # an unknown field is an error under any backend
+    for fn in request.carry_fns:
+        get_field(request.carry, fn.field)  # an unknown field is an error under any backend
         if cell.accumulated and not isinstance(fn.field, str):
             return "a carry function must name its field where fields accumulate."
     return None
+
+
+def chunk(request: Request) -> int | None:
+    """The steps per rematerialised chunk that this backend wants, or None for no chunks."""
+    return CHUNK if request.settings.cell.accumulated else None
 
 
 def segment(

@@ -33,10 +33,15 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(max_to_keep=3, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
 
+    @property
+    def last_step(self) -> int:
+        """The newest state's step; 0 if there is none."""
+        return max(self._manager.all_steps(), default=0)
+
     def save(self, step: int, state: Any) -> None:
-        """Writes a state, unless that step is there already."""
+        """Writes a state, in place of one of that step."""
         if step in self._manager.all_steps():
-            return
+            self._manager.delete(step)
         leaves = _named_leaves(jax.device_get(state))
         content = {"state": leaves, "digest": _digest(leaves)}
         self._manager.save(step, args=ocp.args.StandardSave(content))

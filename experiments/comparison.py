@@ -22,6 +22,7 @@ class Entry(NamedTuple):
     """A run with one of its learning rates.
 
     Attributes:
+      workdir: of the run.
       config: of the run.
       rate: the learning rate.
       rows: its evaluations.
@@ -30,6 +31,7 @@ class Entry(NamedTuple):
       seconds: of training, all learning rates together.
     """
 
+    workdir: Path
     config: Config
     rate: float
     rows: list[dict[str, Any]]
@@ -109,7 +111,7 @@ def read(workdir: Path) -> list[Entry]:
         parameters = summary["recurrent_parameters"]
     seconds = sum(row["seconds"] for row in read_rows(work.timing))
     entries = [
-        Entry(config, rate, rows, values, parameters, seconds)
+        Entry(workdir, config, rate, rows, values, parameters, seconds)
         for rate in config.training.learning_rates
     ]
     return [entry._replace(values=values[entry.lanes]) for entry in entries]
@@ -128,7 +130,10 @@ def _curve(entry: Entry, metric: Metric, label: str) -> Curve:
 
 
 def _names(entries: Sequence[Entry]) -> list[str]:
-    """The cell, and the settings given beside the protocol that not all runs share."""
+    """The cell, and the settings given beside the protocol that not all runs share.
+
+    Where that and the protocol are the same for two, the directory follows.
+    """
     given = [dict(entry.config.overrides) for entry in entries]
     for settings, entry in zip(given, entries, strict=True):
         settings["learning_rate"] = entry.rate
@@ -142,7 +147,11 @@ def _names(entries: Sequence[Entry]) -> list[str]:
             if any(other.get(name) != value for other in given)
         ]
         names.append(" ".join([entry.config.model.cell, *own]))
-    return names
+    rows = [(name, entry.config.protocol) for name, entry in zip(names, entries, strict=True)]
+    return [
+        f"{row[0]} in {entry.workdir.name}" if rows.count(row) > 1 else row[0]
+        for row, entry in zip(rows, entries, strict=True)
+    ]
 
 
 def _shown(value: Any) -> str:

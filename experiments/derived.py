@@ -16,10 +16,10 @@ class Depends(NamedTuple):
     values: Mapping[str, Any]
 
 
-class Same(NamedTuple):
-    """The value of another setting."""
+class OnlySeed(NamedTuple):
+    """The run's seed, if there is one alone: what is made from it is the same for all lanes."""
 
-    setting: str
+    flag: str
 
 
 class Epochs(NamedTuple):
@@ -29,13 +29,22 @@ class Epochs(NamedTuple):
 
 
 def without_dependence(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with every ``Depends`` and ``Same`` replaced by its value."""
+    """The settings with every ``Depends`` and ``OnlySeed`` replaced by its value.
+
+    Raises:
+      UserError: if there are several seeds where there can be one alone.
+    """
 
     def value(entry: Any) -> Any:
-        if isinstance(entry, Same):
-            return value(settings[entry.setting])
+        if isinstance(entry, OnlySeed):
+            if settings["seeds"] > 1:
+                raise UserError(
+                    f"--seeds={settings['seeds']}: each has a {entry.flag} of its own, so train "
+                    f"them one by one, or give --{entry.flag} for one that all share."
+                )
+            return settings["seed"]
         if isinstance(entry, Depends):
-            by = str(settings[entry.setting])
+            by = str(value(settings[entry.setting]))
             patterns = entry.values
             return value(next(patterns[p] for p in patterns if fnmatch.fnmatchcase(by, p)))
         return entry

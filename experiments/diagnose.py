@@ -17,10 +17,7 @@ from absl.flags import FlagValues
 from experiments import flags
 
 _GAMMAS = ("identity", "tanh", "sigmoid", "cos", "sin")
-_TIMESCALE_DRAWS = 40
-_GATE_BATCH = 16
 _LARGEST = 2**31
-_MEMORY = 4e9  # bytes of Jacobians, beyond which a wish is refused
 
 
 def define(values: FlagValues) -> None:
@@ -77,8 +74,13 @@ def begin(task: str, given: dict[str, Any]) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out_dir {out} cannot be made: {error.strerror}.") from None
+    from experiments import diagnosis
+
     try:
-        _refine_gate(given, out) if gates else _diagnose(cell, given, out)
+        if cell is None:
+            diagnosis.refine_gate(given, out)
+        else:
+            diagnosis.diagnose_cell(cell, given, _reading(given), out)
     except KeyboardInterrupt:
         print("experiments.diagnose: interrupted.", file=sys.stderr)
         sys.exit(130)
@@ -100,6 +102,7 @@ def build(name: str, features: int) -> Any:
 
     import recurrent_gates as rg
     from experiments.config import UserError
+    from experiments.diagnosis import sentence
 
     if ":" not in name:
         try:
@@ -113,7 +116,7 @@ def build(name: str, features: int) -> Any:
             fields = getattr(found, "__dataclass_fields__", {"features": None})
             cell = found(features=features) if "features" in fields else found()
     except Exception as error:
-        raise UserError(f"--cell={name} cannot be built: {_sentence(error)}") from None
+        raise UserError(f"--cell={name} cannot be built: {sentence(error)}") from None
     if isinstance(cell, nn.RNNCellBase) and not isinstance(cell, rg.Cell):
         cell = rg.FlaxCell(cell)
     if not isinstance(cell, rg.Cell):
@@ -126,6 +129,7 @@ def build(name: str, features: int) -> Any:
 
 def _imported(name: str) -> Any:
     from experiments.config import UserError
+    from experiments.diagnosis import sentence
 
     module, _, attribute = name.partition(":")
     try:
@@ -133,13 +137,7 @@ def _imported(name: str) -> Any:
     except AttributeError:
         raise UserError(f"Module {module} has no {attribute!r}.") from None
     except Exception as error:
-        raise UserError(f"Module {module!r} cannot be imported: {_sentence(error)}") from None
-
-
-def _sentence(error: Exception) -> str:
-    """The first line of an error, with its kind."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else f"{type(error).__name__}."
+        raise UserError(f"Module {module!r} cannot be imported: {sentence(error)}") from None
 
 
 def _field(name: str) -> str | int:
@@ -168,242 +166,6 @@ def _reading(given: dict[str, Any]) -> dict[str, Any]:
     if "recurrent" in given:
         how["recurrent"] = tuple(_field(name) for name in given["recurrent"])
     return how
-
-
-# ---------------------------------------------------------------------------------------
-# One cell
-# ---------------------------------------------------------------------------------------
-
-
-def _diagnose(cell: Any, given: dict[str, Any], out: Path) -> None:
-    import jax
-    import jax.numpy as jnp
-
-    from experiments.config import UserError
-    from recurrent_gates import analysis
-    from recurrent_gates import desiderata as theory
-
-    D, T, draws = given["in_features"], given["steps"], given["draws"]
-    key = jax.random.key(given["seed"])
-    how = _reading(given)
-    try:
-        _check_memory(cell, draws * T)
-        print(f"{given['cell']}: {theory.reading(cell, **how).text}\n", flush=True)
-        results = theory.desiderata(cell, D, key=key, draws=draws, **how)
-    except UserError:
-        raise
-    except Exception as error:  # a cell of the user's own may fail in any way
-        raise UserError(f"--cell={given['cell']} cannot be measured: {_sentence(error)}") from None
-    family = None if how else theory.family(cell)
-    verdicts = theory.EXPECTED[family] if family else None
-    print(table(results, verdicts), flush=True)
-
-    # Parameters one draw after another: see analysis.initial_timescales.
-    params = [cell.init_params(k, D) for k in jax.random.split(key, draws)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
-    xs = jax.random.normal(jax.random.fold_in(key, 2), (draws, T, _GATE_BATCH, D))
-    title = f"{given['cell']}  ·  {given['hidden_size']} units  ·  {draws} draws of parameters"
-
-    from experiments import analysis_figures as figures
-
-    figures.criteria(results, verdicts, f"{title}, times 1 and 3", out / "criteria.png")
-    drawn = ["criteria.png"]
-    drawn += _gradient_paths(cell, stacked, xs[:, :, 0], title, out)
-    activations = jax.vmap(lambda p, x: analysis.gate_activations(cell, p, x))(stacked, xs)
-    if not activations:
-        print("\nThis cell names no gates: neither their histograms nor timescales are drawn.")
-    else:
-        drawn += _gates(activations, title, out)
-    if "f" in activations:
-        drawn += _timescales(cell, key, D, given["cell"], out)
-    print("\n" + "\n".join(f"drew {out / name}" for name in drawn))
-
-
-def _check_memory(cell: Any, matrices: int) -> None:
-    import jax
-
-    from experiments.config import UserError
-
-    carry = jax.eval_shape(lambda: cell.initial(()))
-    width = sum(leaf.size for leaf in jax.tree.leaves(carry))
-    need = 4.0 * matrices * width**2
-    if need > _MEMORY:
-        raise UserError(
-            f"Jacobians of {width} by {width} over all steps and draws need {need / 1e9:.0f} GB: "
-            "lower --steps, --hidden_size or --draws."
-        )
-
-
-def table(results: Any, expected: Any) -> str:
-    """The five criteria as lines of text.
-
-    Args:
-      results: as ``desiderata`` returns them.
-      expected: verdicts of the same criteria, or None.
-    """
-    from experiments.analysis_figures import shown, verdict
-
-    head = ("criterion", "measured, the worst draw", "number", "limit", "expected", "verdict")
-    rows = [head]
-    for index, result in enumerate(results):
-        rows.append(
-            (
-                f"{result.number} {result.statement}",
-                result.quantity,
-                shown(result.value),
-                f"{'>=' if result.number == 3 else '<='} {result.limit:g}",
-                verdict(expected[index].met) if expected else "-",
-                verdict(result.met),
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
-    lines.insert(1, "  ".join("-" * w for w in widths))
-    if expected:
-        lines += ["", "expected because"]
-        lines += [f"{r.number} {e.because}" for r, e in zip(results, expected, strict=True)]
-        wrong = [r.number for r, e in zip(results, expected, strict=True) if r.met != e.met]
-        agree = f"all but {', '.join(map(str, wrong))}" if wrong else "all five"
-        lines += ["", f"measured as expected: {agree}"]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _gradient_paths(cell: Any, params: Any, xs: Any, title: str, out: Path) -> list[str]:
-    """Norms against the gap for parameters as drawn and three times as large."""
-    import jax
-    import numpy as np
-
-    from experiments import analysis_figures as figures
-    from recurrent_gates import LSTM, Elman, analysis
-    from recurrent_gates.desiderata import scaled
-
-    panels: dict[str, dict[str, np.ndarray]] = {}
-    extras: dict[str, dict[str, np.ndarray]] = {}
-    paths = jax.jit(jax.vmap(lambda p, x: analysis.gradient_paths(cell, p, x)))
-    for scale, name in ((1, "parameters as drawn"), (3, "parameters times 3")):
-        large = scaled(params, scale)
-        norms = {key: np.asarray(value) for key, value in paths(large, xs).items()}
-        single = len(norms) == 2  # all, and without the only field: nothing
-        panels[name] = {
-            _label(blocked): value for blocked, value in norms.items() if not (single and blocked)
-        }
-        if isinstance(cell, LSTM):
-            found = jax.vmap(lambda p, x: analysis.lecture_paths(cell, p, x))(large, xs)
-            extras[name] = {
-                "the lecture's forget-gate path": np.asarray(found.forget),
-                "its output-gate path": _from_one(found.output),
-                "and the bound on that": _from_one(found.bound),
-            }
-        elif isinstance(cell, Elman):
-            bounds = jax.vmap(lambda p, x: analysis.singular_bounds(cell, p, x))(large, xs)
-            extras[name] = {
-                "upper bound by U": np.asarray(bounds.upper),
-                "lower bound by U": np.asarray(bounds.lower),
-            }
-        last = {label: float(np.median(value[:, -1])) for label, value in panels[name].items()}
-        said = ", ".join(f"{label} {value:.1f}" for label, value in last.items())
-        print(f"\nlog10 |d state_T / d state_t| at gap {xs.shape[1]}, {name}: {said}")
-    figures.gradient_paths(panels, extras, title, out / "gradient_paths.png")
-    return ["gradient_paths.png"]
-
-
-def _from_one(table: Any) -> Any:
-    """Lines that begin at gap 1, with gap 0's 1 before them."""
-    import numpy as np
-
-    return np.pad(np.asarray(table), ((0, 0), (1, 0)))
-
-
-def _label(blocked: tuple[Any, ...]) -> str:
-    if not blocked:
-        return "all paths"
-    field = blocked[0]
-    return f"without field {field}" if isinstance(field, int) else f"without {field}"
-
-
-def _gates(activations: dict[str, Any], title: str, out: Path) -> list[str]:
-    import jax
-    import numpy as np
-
-    from experiments import analysis_figures as figures
-    from recurrent_gates import analysis
-
-    means = jax.vmap(analysis.gate_means)(activations)
-    flat = {name: np.ravel(value) for name, value in means.items()}
-    text = "  ".join(
-        f"{k} {v.mean():.3f} ({v.min():.3f} to {v.max():.3f})" for k, v in flat.items()
-    )
-    print(f"\ngates, mean and range over units: {text}")
-    figures.gate_histograms(flat, title, out / "gate_histograms.png")
-    return ["gate_histograms.png"]
-
-
-def _timescales(cell: Any, key: Any, in_features: int, name: str, out: Path) -> list[str]:
-    import numpy as np
-
-    from experiments import analysis_figures as figures
-    from recurrent_gates import GATO, GRU, LSTM, analysis, gate_theory
-
-    periods = analysis.initial_timescales(
-        cell, key, in_features=in_features, draws=_TIMESCALE_DRAWS
-    )
-    values = np.ravel(np.asarray(periods))
-    gated = isinstance(cell, LSTM | GRU) and getattr(cell, "forget_gate", True)
-    law = gate_theory.gate_law(cell.gate, cell.features) if gated else None
-    ranks = np.round(np.array([0.01, 0.5, 0.99]) * (values.size - 1)).astype(int)
-    middle = np.sort(values)[ranks]  # some may be infinite
-    print(
-        "\ntimescales 1/(1-f) at the start, 1%, 50%, 99% of units: "
-        + ", ".join(f"{v:.3g}" for v in middle)
-    )
-    if law is not None:
-        print(f"distance from {law.name}: {gate_theory.distance(values, law):.3f}")
-    of = "of r, " if isinstance(cell, GATO) else ""
-    figures.timescales(
-        values,
-        law,
-        gate_theory.table_4(),
-        f"{name}  ·  decay periods {of}at the start, {values.size} units",
-        out / "timescales.png",
-    )
-    return ["timescales.png"]
-
-
-# ---------------------------------------------------------------------------------------
-# The refine gate
-# ---------------------------------------------------------------------------------------
-
-
-def _refine_gate(given: dict[str, Any], out: Path) -> None:
-    import jax
-    import numpy as np
-
-    from experiments import analysis_figures as figures
-    from recurrent_gates import gate_theory as theory
-
-    first = theory.proposition_1(jax.random.key(given["seed"]))
-    grid = np.linspace(0.01, 0.99, 99)
-    second = theory.proposition_2(grid)
-    shortest = second["shortest"] / (second["period"] / 2)
-    longest = second["longest"] / second["period"] ** 2
-    third = theory.proposition_3()
-    fourth = theory.proposition_4(grid[:, None], grid[None])
-    apart = np.abs(fourth["master_gate"] - fourth["refine_gate"]).max()
-    bounds = theory.gradient_bounds(grid)
-    lines = [
-        f"proposition 1: decay periods of uniform gates are Pareto of shape {first['shape']:.3f} "
-        f"(1), Kolmogorov-Smirnov distance {first['distance']:.4f}",
-        f"proposition 2: the shortest refined period is {shortest.min():.3f} to "
-        f"{shortest.max():.3f} times D/2, the longest {longest.min():.3f} times D^2",
-        f"proposition 3: E[f^ + i^] = {third['sum']:.4f} (5/6 = {5 / 6:.4f}), "
-        f"E[f^] = {third['f']:.4f} (5/12 = {5 / 12:.4f})",
-        f"proposition 4: tied, rescaled master gates and the refine gate differ by {apart:.1e}",
-        f"gradient with a refine gate over that without: {bounds.lower_ratio.min():.3f} to "
-        f"{bounds.upper_ratio.max():.3f}",
-    ]
-    print("\n".join(lines))
-    figures.refine_gate(out / "refine_gate.png")
-    print(f"\ndrew {out / 'refine_gate.png'}")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def define_shared(values: FlagValues) -> None:
     add(number, "lambda", "GATO's decay rate")
     add(integer, "length", "the task's length in steps; in copy the blanks or the delay")
     enum(values, "dtype", ["float32", "bfloat16"], "of the computation; the state is float32")
-    add(string, "backend", "how the recurrence is computed: auto, scan, fused")
+    add(string, "backend", "how the recurrence is computed: auto, scan, fused, ...")
     add(string, "data_dir", "directory with the raw published files of a data set")
     add(string, "workdir", "where results go; default: runs/TASK/CELL-PROTOCOL-HASH")
     add(boolean, "describe", "print settings and parameter counts as JSON, train nothing", False)
@@ -134,6 +134,7 @@ def main(task: str, define: Define = lambda values: None, begin: Start | None = 
     def body(given: dict[str, Any]) -> None:
         logging.set_verbosity(logging.WARNING)
         use_all_cores()
+        keep_compilations()
         from experiments.config import UserError
 
         try:
@@ -159,6 +160,15 @@ def use_all_cores() -> None:
     if option not in given:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         os.environ["XLA_FLAGS"] = f"{given} {option}={cores}".strip()
+
+
+def keep_compilations() -> None:
+    """Makes JAX keep compiled programs on disk, where a user keeps caches, before JAX starts.
+
+    JAX_COMPILATION_CACHE_DIR names another place; JAX_ENABLE_COMPILATION_CACHE=false keeps none.
+    """
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{caches}/recurrent_gates/xla")
 
 
 class Wish(NamedTuple):

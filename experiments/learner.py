@@ -9,7 +9,7 @@ to those of the others.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from experiments.config import Config, UserError, build_cell
 from experiments.models import dropout_masks
 from experiments.optimizers import Halving, adam
+from experiments.state import Best, Lane, State, key_of
 from experiments.tasks import Batch, FromFiles
 from recurrent_gates import (
     RNN,
@@ -31,53 +32,15 @@ from recurrent_gates import (
 )
 
 Scores = dict[str, jax.Array]
+Pause = Callable[[], None]
 
 _AXIS = "batch"
-_EVALUATION_ROWS = 256  # most examples evaluated at a time, and
-_EVALUATION_STEPS = 2**18  # most of their steps together: bounds the memory
+_EVALUATION_ROWS = 256  # most examples that a device evaluates at a time, and
+_EVALUATION_STEPS = 2**18  # most of their steps together: bounds the memory and the time to stop
 
 
-class Lane(NamedTuple):
-    """A seed, int32, and its learning rate, float32."""
-
-    seed: jax.Array
-    rate: jax.Array
-
-
-class Best(NamedTuple):
-    """The parameters that scored best so far.
-
-    Attributes:
-      params: these parameters.
-      value: their score; more is better.
-      stale: evaluations since.
-    """
-
-    params: Any
-    value: jax.Array
-    stale: jax.Array
-
-
-class State(NamedTuple):
-    """What training carries from step to step, of one lane; all lanes have a leading axis.
-
-    Attributes:
-      params: the model's parameters.
-      optimizer: optax's state.
-      loss_sum: of the training losses since the last evaluation.
-      loss_count: how many these are.
-      diverged_at: the first step with a loss that is not finite, or -1.
-      halving: GATO's rule, where it is in force.
-      best: the best parameters, where they are kept.
-    """
-
-    params: Any
-    optimizer: Any
-    loss_sum: jax.Array
-    loss_count: jax.Array
-    diverged_at: jax.Array
-    halving: Halving | None
-    best: Best | None
+def _none() -> None:
+    """No pause."""
 
 
 class Learner:
@@ -173,20 +136,24 @@ class Learner:
             self._advance_compiled(*self._advance_arguments(state, start, stop))
         )
 
-    def evaluate(self, state: State) -> tuple[State, Scores]:
+    def evaluate(self, state: State, pause: Pause = _none) -> tuple[State, Scores]:
         """Scores of the current parameters on the watched set.
+
+        Args:
+          state: it stays as it is.
+          pause: called now and then; what it raises ends the evaluation.
 
         Returns:
           The state, its training loss started anew and its best parameters brought up to
           date; the scores, each ``[]`` or ``[lanes]``.
         """
-        scores = self._score_jit(state.params, self._sets[self.watched])
+        scores = self._scores(state.params, self._sets[self.watched], pause)
         return self.place(self._settle_jit(state, scores)), scores
 
-    def final_scores(self, state: State) -> Scores:
-        """Scores of the parameters to report on the set to report."""
+    def final_scores(self, state: State, pause: Pause = _none) -> Scores:
+        """Scores of the parameters to report on the set to report; for ``pause`` see above."""
         params = state.params if state.best is None else state.best.params
-        return self._score_jit(params, self._sets.get("test", self._sets[self.watched]))
+        return self._scores(params, self._sets.get("test", self._sets[self.watched]), pause)
 
     def stopped(self, state: State) -> np.ndarray:
         """Which lanes have nothing more to learn, bool ``[lanes]``."""
@@ -249,7 +216,7 @@ class Learner:
     def _initial(self, lane: Lane) -> State:
         like = self._sets[self.watched].inputs  # [T, B, ...]
         inputs = jnp.zeros((1, 1, *like.shape[2:]), like.dtype)
-        params = self._module.init(_key(lane, 0), inputs)["params"]
+        params = self._module.init(key_of(lane, 0), inputs)["params"]
         training = self._config.training
         worst = jnp.float32(-jnp.inf)
         return State(
@@ -301,11 +268,11 @@ class Learner:
     def _update(self, state: State, lane: Lane, data: Any, step: jax.Array) -> State:
         training = self._config.training
         size = training.batch_size
-        batch = self._task.batch(data, _key(lane, 1), step, size)
+        batch = self._task.batch(data, key_of(lane, 1), step, size)
         carry_fns = self._carry_fns(step)
-        noise_key = jax.random.fold_in(_key(lane, 2), step)
+        noise_key = jax.random.fold_in(key_of(lane, 2), step)
         noise = draw_noise(carry_fns, noise_key, len(batch.inputs), (size,))
-        model, masks_key = self._config.model, jax.random.fold_in(_key(lane, 3), step)
+        model, masks_key = self._config.model, jax.random.fold_in(key_of(lane, 3), step)
         masks = dropout_masks(masks_key, model.dropout, model.decoder, size)
         batch, noise, masks = self._rows((batch, noise, masks), size)
 
@@ -335,26 +302,36 @@ class Learner:
             halving=halving,
         )
 
-    def _score(self, params: Any, batch: Batch) -> Scores:
-        return self._over_lanes(self._score_lane, shared=1)(params, batch)
+    def _scores(self, params: Any, batch: Batch, pause: Pause) -> Scores:
+        """Means over all examples, which are scored part by part."""
+        found = []
+        for start in range(0, batch.inputs.shape[1], self._part_size(batch)):
+            pause()
+            placed = self.place(jnp.int32(start))
+            found.append(jax.block_until_ready(self._score_jit(params, batch, placed)))
+        return jax.tree.map(lambda *parts: jnp.mean(jnp.stack(parts), axis=0), *found)
+
+    def _part_size(self, batch: Batch) -> int:
+        """How many examples are scored together; all parts are of this size."""
+        steps, examples = batch.inputs.shape[:2]
+        devices = self._mesh.size if examples % self._mesh.size == 0 else 1
+        most = max(1, min(_EVALUATION_ROWS, _EVALUATION_STEPS // steps))
+        share = examples // devices
+        return max(n for n in range(1, most + 1) if share % n == 0) * devices
+
+    def _score(self, params: Any, batch: Batch, start: jax.Array) -> Scores:
+        size = self._part_size(batch)
+        part = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size, axis=1), batch
+        )
+        return self._over_lanes(self._score_lane, shared=1)(params, part)
 
     def _score_lane(self, params: Any, batch: Batch) -> Scores:
         examples = batch.inputs.shape[1]
         if examples % self._mesh.size == 0:
             batch = self._rows(batch, examples)
-            examples //= self._mesh.size
-        most = max(1, min(_EVALUATION_ROWS, _EVALUATION_STEPS // len(batch.inputs)))
-        rows = max(n for n in range(1, most + 1) if examples % n == 0)
-
-        def score(part: Batch) -> Scores:
-            outputs = self._outputs(params, part.inputs, self._carry_fns(None), None)
-            return self._task.score(outputs, part)
-
-        def parts(leaf: jax.Array) -> jax.Array:
-            split = leaf.reshape(leaf.shape[0], -1, rows, *leaf.shape[2:])
-            return jnp.moveaxis(split, 1, 0)
-
-        scores = jax.lax.map(score, jax.tree.map(parts, batch))
+        outputs = self._outputs(params, batch.inputs, self._carry_fns(None), None)
+        scores = self._task.score(outputs, batch)
         return jax.lax.pmean(jax.tree.map(jnp.mean, scores), _AXIS)
 
     def _settle(self, state: State, scores: Scores) -> State:
@@ -373,8 +350,3 @@ class Learner:
                 stale=jnp.where(better, 0, best.stale + 1),
             )
         return state._replace(loss_sum=jnp.float32(0), loss_count=jnp.int32(0), best=best)
-
-
-def _key(lane: Lane, purpose: int) -> jax.Array:
-    """A lane's key for parameters (0), data (1), noise (2) or dropout (3); rates share them."""
-    return jax.random.fold_in(jax.random.key(lane.seed), purpose)

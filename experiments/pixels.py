@@ -12,7 +12,10 @@ def define(values: flags.FlagValues) -> None:
     orders = ["scanline", "bit_reversal", "random"]
     flags.enum(values, "permutation", orders, "the order of the pixels")
     absl_flags.DEFINE_integer(
-        "permutation_seed", None, "of the random order; default: --seed", flag_values=values
+        "permutation_seed",
+        None,
+        "of the random order; default: --seed, if it is the only one",
+        flag_values=values,
     )
     absl_flags.DEFINE_integer(
         "epochs", None, "passes over the training set, instead of --steps", flag_values=values

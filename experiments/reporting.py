@@ -51,7 +51,8 @@ class Progress:
         done, seconds = self._step - self._first, time.monotonic() - self._start
         left = f", {(self._steps - self._step) * seconds / done:.0f} s left" if done else ""
         loss = f"loss {_summary(row['train_loss'])}, " if self._step else ""
-        say(f"step {row['step']}/{self._steps}: {loss}held-out {text}{left}")
+        of = watched.replace("_", "-")
+        say(f"step {row['step']}/{self._steps}: {loss}{of} {text}{left}")
 
     def close(self) -> None:
         """Leaves the bar as it is."""

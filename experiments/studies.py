@@ -16,8 +16,9 @@ import numpy as np
 from experiments import protocols, train
 from experiments.checkpoints import Checkpoints
 from experiments.config import CarryConfig, Config, ModelConfig, TrainingConfig, UserError
-from experiments.learner import Learner, State
+from experiments.learner import Learner
 from experiments.reporting import say
+from experiments.state import State
 from experiments.workdir import Workdir
 
 
@@ -68,7 +69,7 @@ def recorded_config(workdir: str | Path) -> Config:
         config = Config(
             protocol=recorded["protocol"],
             overrides=_tuples(recorded["overrides"]),
-            task=protocols.task_class(task.pop("name"))(**_tuples(task)),
+            task=protocols.TASKS[task.pop("name")].task(**_tuples(task)),
             model=ModelConfig(**_tuples(parts["model"])),
             carry=CarryConfig(**_tuples(parts["carry"])),
             training=TrainingConfig(**_tuples(parts["training"])),

@@ -174,7 +174,7 @@ def forgetting(
         _baseline(left, config.task.metrics[0])
         left.set_xlabel("training examples")
         left.set_ylabel("held-out mse")
-        left.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:,.0f}k")
+        left.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:,g}k")
         left.set_xlim(0, max(curve.x[-1] for curve in curves))
         _limit(left, config.task.metrics[0])
         for index, (cell, found) in enumerate(reports.items()):

@@ -16,8 +16,9 @@ import numpy as np
 from experiments import figures
 from experiments.checkpoints import Checkpoints
 from experiments.config import Config
-from experiments.learner import Learner, State
+from experiments.learner import Learner, Pause
 from experiments.reporting import Progress, TensorBoard, say
+from experiments.state import State
 from experiments.tasks import Metric
 from experiments.workdir import Row, Workdir, append_row, device_name, read_rows
 
@@ -60,15 +61,20 @@ def _run(
     step, state = 0, None
     if restored := checkpoints.restore(learner.shapes(), say):
         step, state = restored[0], learner.place(restored[1])
-    work.keep_rows(step)
-    if state is not None and _finished(config, learner, step, state):
+    # With losses since the last evaluation, the one that is due at this step was not finished.
+    evaluated = state is None or not np.any(state.loss_count)
+    work.keep_rows(step if evaluated else step - 1)
+    if state is not None and evaluated and _finished(config, learner, step, state):
         summary = work.read_json("summary.json")
         if summary is not None and summary["steps"] == step:
             return summary
-    state = _train(config, learner, work, checkpoints, step, state)
-    if state is None:
+    try:
+        with _termination() as pause:
+            state = _train(config, learner, work, checkpoints, step, state, pause)
+            summary = _summarise(config, learner, work, state, pause)
+    except _TerminatedError:
+        say(f"stopped at step {checkpoints.last_step}; the same command goes on from there")
         return None
-    summary = _summarise(config, learner, work, state)
     work.write_json("summary.json", summary)
     figures.learning_curve(config, work, say)
     return summary
@@ -91,8 +97,13 @@ def _train(
     checkpoints: Checkpoints,
     step: int,
     state: State | None,
-) -> State | None:
-    """The state after the last step; None if SIGTERM came first."""
+    pause: Pause,
+) -> State:
+    """The state after the last step.
+
+    Raises:
+      _TerminatedError: by ``pause``; what was learnt is saved then.
+    """
     steps, every = config.training.steps, config.training.eval_every
     last_row = max((row["step"] for row in read_rows(work.metrics)), default=-1)
     began = time.perf_counter()
@@ -103,59 +114,75 @@ def _train(
         say(f"going on from step {step}")
     progress = Progress(config, step)
     board = TensorBoard(work.path / "tensorboard", config, step)
-    together, since = 1, time.perf_counter()
-    with _terminated() as terminated, contextlib.closing(progress), contextlib.closing(board):
-        while True:
-            if (step % every == 0 or step == steps) and step != last_row:
-                row, state = _evaluate(config, learner, step, state)
-                append_row(work.metrics, row)
+    together, since, saved = 1, time.perf_counter(), step
+    with contextlib.closing(progress), contextlib.closing(board):
+        try:
+            while True:
+                if (step % every == 0 or step == steps) and step != last_row:
+                    row, state = _evaluate(config, learner, step, state, pause)
+                    append_row(work.metrics, row)
+                    checkpoints.save(step, state)
+                    now = time.perf_counter()
+                    append_row(work.timing, {"step": step, "seconds": now - since, **clock})
+                    clock, since, last_row, saved = {}, now, step, step
+                    board.write(row, learner.watched)
+                    progress.evaluated(row, learner.watched)
+                if _finished(config, learner, step, state):
+                    return state
+                pause()
+                stop = min(step + together, step - step % every + every, steps)
+                began = time.perf_counter()
+                state = learner.advance(state, step, stop)
+                seconds = time.perf_counter() - began
+                together = max(1, min(4 * together, int(together * _DISPATCH_SECONDS / seconds)))
+                step = stop
+                progress.advance(step)
+        except _TerminatedError:
+            if step != saved:
                 checkpoints.save(step, state)
-                now = time.perf_counter()
-                append_row(work.timing, {"step": step, "seconds": now - since, **clock})
-                clock, since, last_row = {}, now, step
-                board.write(row, learner.watched)
-                progress.evaluated(row, learner.watched)
-            if _finished(config, learner, step, state):
-                return state
-            if terminated.is_set():
-                checkpoints.save(step, state)
-                say(f"stopped at step {step}; the same command goes on from there")
-                return None
-            stop = min(step + together, step - step % every + every, steps)
-            began = time.perf_counter()
-            state = learner.advance(state, step, stop)
-            seconds = time.perf_counter() - began
-            together = max(1, min(4 * together, int(together * _DISPATCH_SECONDS / seconds)))
-            step = stop
-            progress.advance(step)
+            raise
 
 
 def _finished(config: Config, learner: Learner, step: int, state: State) -> bool:
     return step >= config.training.steps or bool(learner.stopped(state).all())
 
 
+class _TerminatedError(Exception):
+    """SIGTERM has come."""
+
+
 @contextlib.contextmanager
-def _terminated() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets, in the main thread; elsewhere signals cannot be caught."""
+def _termination() -> Iterator[Pause]:
+    """A function that raises ``_TerminatedError`` once SIGTERM has come.
+
+    Signals are caught in the main thread alone; in others it does nothing.
+    """
     event = threading.Event()
+
+    def pause() -> None:
+        if event.is_set():
+            raise _TerminatedError
+
     if threading.current_thread() is not threading.main_thread():
-        yield event
+        yield pause
         return
     before = signal.signal(signal.SIGTERM, lambda *_: event.set())
     try:
-        yield event
+        yield pause
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _evaluate(config: Config, learner: Learner, step: int, state: State) -> tuple[Row, State]:
+def _evaluate(
+    config: Config, learner: Learner, step: int, state: State, pause: Pause
+) -> tuple[Row, State]:
     """The row of metrics at a step, and the state that goes on from it."""
     count = np.atleast_1d(state.loss_count)
     train_loss = np.atleast_1d(state.loss_sum) / np.where(count, count, np.nan)
     rates = [rate for _, rate in config.training.lanes]
     if state.halving is not None:
         rates = list(np.atleast_1d(state.halving.scale) * rates)
-    state, scores = learner.evaluate(state)
+    state, scores = learner.evaluate(state, pause)
     row = {
         "step": step,
         "examples": step * config.training.batch_size,
@@ -176,9 +203,11 @@ def _numbers(values: Any, state: State) -> list[float | None]:
     ]
 
 
-def _summarise(config: Config, learner: Learner, work: Workdir, state: State) -> dict[str, Any]:
+def _summarise(
+    config: Config, learner: Learner, work: Workdir, state: State, pause: Pause
+) -> dict[str, Any]:
     rows = list(read_rows(work.metrics))
-    scores = learner.final_scores(state)
+    scores = learner.final_scores(state, pause)
     metrics = {
         metric.name: _statistics(config, metric, _numbers(scores[metric.name], state))
         for metric in config.task.metrics

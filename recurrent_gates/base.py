@@ -54,6 +54,16 @@ class Cell(nn.RNNCellBase):
         return ()
 
     @property
+    def diagonal(self) -> bool:
+        """Whether the units that feed back do not interact, so that their Jacobian is diagonal.
+
+        A cell that returns True promises that entry j of a field of the next carry depends, of
+        all entries, on entry j of that field alone; accumulated fields aside, of which it
+        promises that ``bounded(bounded(a) + b)`` is ``bounded(a + b)``, as for a period.
+        """
+        return False
+
+    @property
     def separate(self) -> tuple[str, ...]:
         """Slots whose recurrent product ``update`` wants apart from the input's projection."""
         return ()

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import enum
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from recurrent_gates.base import Carry, Cell, Params
 from recurrent_gates.carry import CarryFn, Noise, apply_after, apply_before, draw_noise
@@ -33,6 +35,9 @@ class Backend(enum.Enum):
     AUTO = "auto"
     SCAN = "scan"
     FUSED = "fused"
+    NEWTON = "newton"
+    PALLAS = "pallas"
+    CUDNN = "cudnn"
 
 
 # What auto tries on each platform, in this order, before it takes the scan.
@@ -48,11 +53,28 @@ class Stream(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The static side of a recurrence: hashable, an argument of backends, never a closure."""
+    """The static side of a recurrence: hashable, an argument of backends, never a closure.
+
+    Attributes:
+      cell: the cell.
+      reverse: whether time runs backwards.
+      unroll: steps per iteration of the loop.
+      keep: whether chunks keep for the backward pass what a backend has marked with ``kept``;
+        the rest of a chunk is always computed again.
+    """
 
     cell: Cell
     reverse: bool
     unroll: int
+    keep: bool
+
+
+_KEPT = "recurrent_gates.kept"
+
+
+def kept(tree: Any) -> Any:
+    """Marks arrays that a chunk had better keep than compute again."""
+    return checkpoint_name(tree, _KEPT)
 
 
 def select(mask: jax.Array | None, on_true: Carry, on_false: Carry) -> Carry:
@@ -90,6 +112,7 @@ class Request(NamedTuple):
     carry: Carry
     carry_fns: tuple[CarryFn, ...]
     stream: Stream
+    keep_carries: bool = False
 
 
 class Segment(NamedTuple):
@@ -169,7 +192,10 @@ def unroll(
       unroll: steps per iteration of the loop.
       remat: length in steps of the chunks whose activations are computed again in the
         backward pass instead of kept.
-      backend: ``"scan"``, ``"fused"`` or ``"auto"``, which logs its choice once.
+      backend: ``"scan"``, ``"fused"``, ``"newton"`` (all steps at once, for diagonal
+        recurrences), ``"pallas"`` (kernels for TPUs and NVIDIA GPUs, which a CPU interprets,
+        slowly), ``"cudnn"`` (the plain LSTM on NVIDIA GPUs) or ``"auto"``, which logs its
+        choice once.
 
     Returns:
       (carry, ys) with ys ``[T, *batch, F]`` at the same t as their inputs.
@@ -205,13 +231,14 @@ def unroll(
 
     if valid is not None:  # NaN in padding must not reach project
         xs = jax.tree.map(lambda x: jnp.where(expand(valid, x), x, jnp.zeros_like(x)), xs)
-    settings = Settings(cell, reverse, unroll)
+    settings = Settings(cell, reverse, unroll, keep=False)
     stream = Stream(valid, resets, noise)
-    request = Request(settings, params, xs, carry, carry_fns, stream)
+    keep = return_carries == "all"
+    request = Request(settings, params, xs, carry, carry_fns, stream, keep)
     segment, chunk = _resolve(Backend(backend), request)
     if steps == 0:  # nothing to fuse or to chunk
         segment, chunk, remat = scan_segment, None, None
-    keep = return_carries == "all"
+    settings = settings._replace(keep=chunk is not None and remat is None)
     run = functools.partial(segment, settings, keep_carries=keep)
     out = _chunked(run, settings, params, xs, carry, fresh, carry_fns, stream, remat or chunk)
     return (out.carries if keep else out.carry), out.ys
@@ -219,16 +246,12 @@ def unroll(
 
 def _resolve(backend: Backend, request: Request) -> tuple[Callable[..., Segment], int | None]:
     """The segment function of a backend and the chunk length that it wants, or None."""
-    # Imported here: a backend is written in terms of this module.
-    from recurrent_gates.backends import fused
-
-    modules = {Backend.FUSED: fused}
     reasons = []
     if backend is Backend.AUTO:
         platform = jax.default_backend()
         backend = Backend.SCAN
         for candidate in _FASTEST_FIRST.get(platform, (Backend.FUSED,)):
-            reason = modules[candidate].unsupported(request)
+            reason = _module(candidate).unsupported(request)
             if reason is None:
                 backend = candidate
                 break
@@ -236,14 +259,19 @@ def _resolve(backend: Backend, request: Request) -> tuple[Callable[..., Segment]
         name = type(request.settings.cell).__name__
         _log_choice(name, backend.value, platform, " ".join(reasons))
     elif backend is not Backend.SCAN:
-        reason = modules[backend].unsupported(request)
+        reason = _module(backend).unsupported(request)
         if reason is not None:
             raise ValueError(
                 f"The {backend.value} backend does not serve this: {reason} Use backend='scan'."
             )
     if backend is Backend.SCAN:
         return scan_segment, None
-    return modules[backend].segment, modules[backend].chunk(request)
+    return _module(backend).segment, _module(backend).chunk(request)
+
+
+def _module(backend: Backend) -> Any:
+    """A backend's module; imported late: it is written in terms of this one."""
+    return importlib.import_module(f"recurrent_gates.backends.{backend.value}")
 
 
 @functools.cache
@@ -276,7 +304,8 @@ def _chunked(
             xs, stream = piece
             return run(params, xs, carry, fresh, carry_fns, stream)
 
-        remat = jax.checkpoint(body, prevent_cse=not in_scan)
+        keep = jax.checkpoint_policies.save_only_these_names(_KEPT) if settings.keep else None
+        remat = jax.checkpoint(body, prevent_cse=not in_scan, policy=keep)
         return remat(params, carry, fresh, carry_fns, piece)
 
     def run_whole(carry: Carry) -> Segment:

@@ -192,7 +192,8 @@ def test_every_cell_has_a_family():
     assert families["on_lstm"] == families["or_lstm"] == "lstm_ordered"
     assert families["or_gru"] == families["o_janet"] == "gru_ordered"
     assert families["om_gru"] == "gru_master_ordered"
-    assert families["cm_gru"] == "gru_master"
+    assert families["um_gru"] == families["um_janet"] == "gru_master"
+    assert families["cm_gru"] == families["cm_janet"] == "gru_master_chrono"
     assert family(rg.GATO(4, s_update="zero")) == "gato_ablated"
     # Where an option changes what theory says, nothing is claimed.
     assert family(rg.GATO(4, gamma=jnp.tanh)) is None
@@ -207,6 +208,18 @@ def test_cells_are_as_theory_says(name):
     expected = EXPECTED[family(cell)]
     for result, verdict in zip(desiderata(cell, 3, draws=2), expected, strict=True):
         assert result.met == verdict.met, f"{name}: {result}; {verdict.because}"
+
+
+@pytest.mark.parametrize(("name", "last"), [("cm_janet", 50.0), ("um_gru", 50.0), ("ur_gru", 1.0)])
+def test_untied_gates_that_are_both_open_sum_up(name, last):
+    """Why cm_gru and cm_janet miss criterion 5: with all gates at 1, h_t = h_tm1 + 1."""
+    cell = rg.CELLS[name](4)
+    params = jax.tree.map(jnp.zeros_like, cell.init_params(jax.random.key(0), 3))
+    params["bias"] = {slot: b + 40 for slot, b in params["bias"].items()}
+    if name == "ur_gru":
+        params["bias"]["f"] -= 40  # f is 1 - i: half open
+    carry, _ = rg.unroll(cell, params, jnp.zeros((50, 3)))
+    np.testing.assert_allclose(carry.h, last, rtol=1e-6)
 
 
 def test_the_ablation_of_gato_loses_its_first_criterion():

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 import recurrent_gates as rg
-from tests.support import array, assert_close, dot, parameters, quick_jit, state
+from recurrent_gates.backends import fused
+from recurrent_gates.scan import Request, Settings, Stream
+from tests.support import array, assert_close, parameters, quick_jit, state
 from tests.test_carry import Scale
 from tests.test_gato import Count, StoreAtCount
 
@@ -32,7 +34,7 @@ FACTORS = {
     "mask": ("none", "lengths", "valid"),
     "resets": (False, True),
     "reverse": (False, True),
-    "chunk": (None, CHUNK),
+    "chunk": (None, CHUNK, "replayed", "kept"),
     "around": ("nothing", "vmap", "checkpoint"),
     "carries": ("last", "all"),
 }
@@ -191,7 +193,7 @@ def options(row, cell, rng):
     how = dict(
         carry_fns=functions,
         reverse=row["reverse"],
-        remat=row["chunk"],
+        remat=row["chunk"] if row["chunk"] == CHUNK else None,
         return_carries=row["carries"],
     )
     if row["carry"] == "zoneout_mean":
@@ -240,7 +242,15 @@ def compare(cell, how, around="nothing", tolerance=1e-10):
     assert_close(fused, scan, tolerance)
 
 
-def test_fused_is_the_scan(row):
+def outgrow_the_cache(monkeypatch, chunk):
+    """Makes fused split the time by itself, and form products again or keep them all."""
+    if chunk in ("replayed", "kept"):
+        monkeypatch.setattr(fused, "_CACHE_BYTES", 1)
+        monkeypatch.setattr(fused, "_REPLAYED", FEATURES if chunk == "replayed" else 0)
+
+
+def test_fused_is_the_scan(row, monkeypatch):
+    outgrow_the_cache(monkeypatch, row["chunk"])
     cell = build(row["family"], row["gate"])
     compare(
         cell,
@@ -274,24 +284,39 @@ def test_gato_in_any_chunks(chunk, reverse):
     compare(build("gato2"), dict(remat=chunk, reverse=reverse))
 
 
-def test_longer_than_the_chunks_that_fused_takes_by_itself():
-    cell = build("gato2")
-    params, xs = parameters(cell, INPUTS), array(8, 45, BATCH, INPUTS)
+@pytest.mark.parametrize("family", ["lstm", "gru_before", "gato2"])
+@pytest.mark.parametrize("chunk", ["replayed", "kept"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_chunks_that_fused_takes_by_itself(monkeypatch, family, chunk, reverse):
+    outgrow_the_cache(monkeypatch, chunk)
+    compare(build(family), dict(reverse=reverse))
 
-    @quick_jit
-    def run(params, xs):
-        def loss(params, xs, backend):
-            return dot(
-                rg.unroll(cell, params, xs, backend=backend),
-                (state(cell, (BATCH,)), array(9, 45, BATCH, FEATURES)),
-            )
 
-        return [
-            jax.value_and_grad(loss, (0, 1))(params, xs, backend) for backend in ("fused", "scan")
-        ]
+def test_chunks_have_the_size_of_the_cache_and_no_rest_where_that_costs_little(monkeypatch):
+    cell = rg.LSTM(8)  # projections of 4 slots, 8 wide, 4 bytes, for 3 examples: 384 bytes a step
+    params = parameters(cell, INPUTS)
 
-    fused, scan = run(params, xs)
-    assert_close(fused, scan)
+    def chunk(steps, budget):
+        monkeypatch.setattr(fused, "_CACHE_BYTES", budget)
+        xs = jnp.zeros((steps, 3, INPUTS), jnp.float32)
+        settings = Settings(cell, reverse=False, unroll=1, keep=False)
+        stream = Stream(None, None, ())
+        return fused.chunk(Request(settings, params, xs, cell.initial((3,)), (), stream))
+
+    assert chunk(100, 100 * 384) is None
+    assert chunk(100, 100 * 384 - 1) == 50
+    assert chunk(100, 34 * 384) == 25
+    assert chunk(100, 33 * 384) == 25
+    assert chunk(101, 60 * 384) == 60
+    assert chunk(101, 1) == 2
+
+
+def test_weights_of_a_large_hidden_state_keep_their_products():
+    weights = {"recurrent_kernel": {"i": jnp.zeros((301, 301))}}
+    chunked = Settings(rg.LSTM(301), reverse=False, unroll=1, keep=True)
+    assert not fused._replays(chunked, weights)
+    assert not fused._replays(chunked._replace(keep=False), {"a": jnp.zeros((4, 4))})
+    assert fused._replays(chunked, {"a": jnp.zeros((256, 256)), "bias": jnp.zeros(1024)})
 
 
 @pytest.mark.parametrize("family", ["lstm", "gato2"])

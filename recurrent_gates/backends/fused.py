@@ -1,9 +1,10 @@
 """A hand-written backward pass for cells that name their recurrent products.
 
-The forward loop keeps each pre-activation and each carry once. The backward loop replays a
-step from them without computing a recurrent product again, and hands out the cotangents of
-the pre-activations; the weights' gradients are formed after it, one product over all steps.
-A step that is detached for the whole batch skips its products in the backward loop.
+The forward loop keeps each carry and each pre-activation once, or the carries alone and forms
+the pre-activations again, all steps of a chunk at once. The backward loop replays a step from
+them without computing a recurrent product again, and hands out the cotangents of the
+pre-activations; the weights' gradients are formed after it, one product over all steps. A step
+that is detached for the whole batch skips its products in the backward loop.
 
 Where fields only accumulate (GATO's s) the loop runs the other fields alone. The increments
 of a whole chunk are then computed at once, outside the loop, and added up. Chunks are
@@ -18,14 +19,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from recurrent_gates.backends.accumulation import (
+    CarryFns,
+    joined,
+    only,
+    part,
+    read_by_increments,
+    shifted,
+    sum_step,
+    without,
+)
 from recurrent_gates.base import Carry, Cell, Params, Slots, pre_activations
-from recurrent_gates.carry import CarryFn, Detach, apply_before, get_field
-from recurrent_gates.scan import Request, Segment, Settings, Stream, advance, masked_output, select
+from recurrent_gates.carry import Detach, apply_before, get_field
+from recurrent_gates.scan import (
+    Request,
+    Segment,
+    Settings,
+    Stream,
+    advance,
+    kept,
+    masked_output,
+    select,
+)
 
-CHUNK = 8
-"""Steps per chunk for cells with accumulated fields, where the driver is not told otherwise."""
-
-CarryFns = tuple[CarryFn, ...]
+_CACHE_BYTES = 2**20  # of projections in a chunk, on a CPU
+_CHUNK_BYTES = 2**26  # the same elsewhere
+_REPLAYED = 300  # the largest F that is formed again: on a CPU 256 gains, 512 loses
 
 
 def unsupported(request: Request) -> str | None:
@@ -41,8 +60,23 @@ def unsupported(request: Request) -> str | None:
 
 
 def chunk(request: Request) -> int | None:
-    """The steps per rematerialised chunk that this backend wants, or None for no chunks."""
-    return CHUNK if request.settings.cell.accumulated else None
+    """The steps per rematerialised chunk that this backend wants, or None for no chunks.
+
+    On a CPU what a chunk computes should stay in a core's cache: touching fresh memory costs
+    more than the arithmetic. Elsewhere only the increments of accumulated fields, far larger
+    than their sums, are not to be alive for all steps.
+    """
+    cell, steps = request.settings.cell, jax.tree.leaves(request.xs)[0].shape[0]
+    cpu = jax.default_backend() == "cpu"
+    if not (cpu or cell.accumulated) or not steps:
+        return None
+    z = jax.eval_shape(cell.project, request.params, request.xs)
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(z))
+    most = max(2, steps * (_CACHE_BYTES if cpu else _CHUNK_BYTES) // max(whole, 1))
+    if most >= steps:
+        return None
+    # Without a rest, if that costs little: a rest is a second program to compile.
+    return next((n for n in range(most, most // 2, -1) if steps % n == 0), most)
 
 
 def segment(
@@ -63,13 +97,13 @@ def segment(
     if not cell.accumulated:
         last, carries = _recurrence(settings, weights, z_loop, carry, fresh, carry_fns, stream)
     else:
-        loop_fns, loop_stream = _part(cell, carry_fns, stream, accumulated=False)
+        loop_fns, loop_stream = part(cell, carry_fns, stream, accumulated=False)
         _, looped = _recurrence(
             settings,
             weights,
             z_loop,
-            _without(cell, carry),
-            _without(cell, fresh),
+            without(cell, carry),
+            without(cell, fresh),
             loop_fns,
             loop_stream,
         )
@@ -109,30 +143,73 @@ def _forward(
 
     def body(c: Carry, inputs: tuple[Slots, Stream]) -> tuple[Carry, Any]:
         z_t, stream_t = inputs
-        kept: dict[str, jax.Array] = {}
-        joined = pre_activations(functools.partial(cell.product, weights), z_t, cell.separate)
+        pre: dict[str, jax.Array] = {}
+        added = pre_activations(functools.partial(cell.product, weights), z_t, cell.separate)
 
         def product(slot: str, x: jax.Array) -> jax.Array:
-            if slot in kept:
+            if slot in pre:
                 raise TypeError(f"{type(cell).__name__}.update uses the product {slot!r} twice.")
-            kept[slot] = joined(slot, x)
-            return kept[slot]
+            pre[slot] = added(slot, x)
+            return pre[slot]
 
         c = advance(lambda c: cell.update(c, z_t, product), c, fresh, carry_fns, stream_t)
-        return c, (c, kept)
+        return c, (c, pre)
 
     last, (carries, pre) = jax.lax.scan(
         body, carry, (z, stream), reverse=settings.reverse, unroll=settings.unroll
     )
+    carries = kept(carries)
+    if _replays(settings, weights):
+        pre = _replay(settings, weights, z, carry, fresh, carry_fns, stream, carries)
+    else:
+        pre = kept(pre)
     # Of z only the slots that update reads by themselves; the others are inside pre.
     apart = {slot: z[slot] for slot in cell.separate}
     dtypes = {slot: jnp.zeros((), value.dtype) for slot, value in z.items()}
-    kept = (weights, carry, fresh, carry_fns, stream, carries, pre, apart, dtypes)
-    return (last, carries), kept
+    residuals = (weights, carry, fresh, carry_fns, stream, carries, pre, apart, dtypes)
+    return (last, carries), residuals
 
 
-def _backward(settings: Settings, kept: Any, cotangents: tuple[Carry, Carry]) -> tuple:
-    weights, carry, fresh, carry_fns, stream, carries, pre, apart, dtypes = kept
+def _replays(settings: Settings, weights: Params) -> bool:
+    """Whether the backward pass had better form the products again than read them.
+
+    All steps of a chunk at once take F multiply-adds a number, in cache; a number that is kept
+    is written to fresh memory and read back.
+    """
+    return settings.keep and all(
+        leaf.ndim < 2 or leaf.shape[0] <= _REPLAYED for leaf in jax.tree.leaves(weights)
+    )
+
+
+def _replay(
+    settings: Settings,
+    weights: Params,
+    z: Slots,
+    carry: Carry,
+    fresh: Carry,
+    carry_fns: CarryFns,
+    stream: Stream,
+    carries: Carry,
+) -> Slots:
+    """The pre-activations of all steps from their carries, one product for each slot."""
+    cell = settings.cell
+
+    def step(prev: Carry, z_t: Slots, stream_t: Stream) -> Slots:
+        pre: dict[str, jax.Array] = {}
+        added = pre_activations(functools.partial(cell.product, weights), z_t, cell.separate)
+
+        def product(slot: str, x: jax.Array) -> jax.Array:
+            pre[slot] = added(slot, x)
+            return pre[slot]
+
+        advance(lambda c: cell.update(c, z_t, product), prev, fresh, carry_fns, stream_t)
+        return pre
+
+    return jax.vmap(step)(shifted(carry, carries, settings.reverse), z, stream)
+
+
+def _backward(settings: Settings, residuals: Any, cotangents: tuple[Carry, Carry]) -> tuple:
+    weights, carry, fresh, carry_fns, stream, carries, pre, apart, dtypes = residuals
     cell, reverse = settings.cell, settings.reverse
     dtype = next(iter(dtypes.values())).dtype
     d_last, d_carries = cotangents
@@ -223,7 +300,7 @@ def _backward(settings: Settings, kept: Any, cotangents: tuple[Carry, Carry]) ->
         advance(lambda c: cell.update(c, apart_t, product), prev, fresh, carry_fns, stream_t)
         return read
 
-    read = jax.vmap(inputs_of)(_shifted(carry, carries, reverse), pre, apart, stream)
+    read = jax.vmap(inputs_of)(shifted(carry, carries, reverse), pre, apart, stream)
 
     def products(weights: Params) -> Slots:
         return {slot: cell.product(weights, slot, x, dtype) for slot, x in read.items()}
@@ -285,33 +362,7 @@ def _add(a: Carry, b: Carry) -> Carry:
     return jax.tree.map(jnp.add, a, b)
 
 
-def _shifted(carry: Carry, carries: Carry, reverse: bool) -> Carry:
-    """The carry before each step, ``[T, ...]``."""
-
-    def shift(start: jax.Array, all_: jax.Array) -> jax.Array:
-        pieces = [all_[1:], start[None]] if reverse else [start[None], all_[:-1]]
-        return jnp.concatenate(pieces)
-
-    return jax.tree.map(shift, carry, carries)
-
-
 # Fields that only accumulate.
-
-
-def _without(cell: Cell, carry: Carry) -> Carry:
-    return carry._replace(**dict.fromkeys(cell.accumulated))
-
-
-def _part(
-    cell: Cell, carry_fns: CarryFns, stream: Stream, *, accumulated: bool
-) -> tuple[CarryFns, Stream]:
-    """The carry functions, with their noise, that act on accumulated fields, or the others."""
-    pairs = [
-        (fn, noise)
-        for fn, noise in zip(carry_fns, stream.noise, strict=True)
-        if (fn.field in cell.accumulated) == accumulated
-    ]
-    return tuple(fn for fn, _ in pairs), stream._replace(noise=tuple(n for _, n in pairs))
 
 
 def _accumulate(
@@ -326,35 +377,24 @@ def _accumulate(
 ) -> tuple[Carry, Carry]:
     """Adds the increments of all steps to the accumulated fields, given the other fields."""
     cell = settings.cell
-    loop_fns, loop_stream = _part(cell, carry_fns, stream, accumulated=False)
-    sum_fns, sum_stream = _part(cell, carry_fns, stream, accumulated=True)
-    start = _without(cell, carry)
-
-    def read(prev: Carry, stream_t: Stream) -> Carry:
-        prev = select(stream_t.resets, _without(cell, fresh), prev)
-        return apply_before(loop_fns, stream_t.noise, prev)
-
-    before = jax.vmap(read)(_shifted(start, looped, settings.reverse), loop_stream)
+    loop_fns, loop_stream = part(cell, carry_fns, stream, accumulated=False)
+    sum_fns, sum_stream = part(cell, carry_fns, stream, accumulated=True)
+    before = read_by_increments(cell, carry, fresh, loop_fns, loop_stream, looped, settings.reverse)
     added = cell.increment(params, before, z)
-
-    def only(carry: Carry) -> Carry:
-        """The accumulated fields alone, as a carry."""
-        return carry._replace(**{f: None for f in carry._fields if f not in cell.accumulated})
 
     def body(total: Carry, inputs: Any) -> tuple[Carry, Carry]:
         added_t, stream_t = inputs
-
-        def step(c: Carry) -> Carry:
-            sums = {f: cell.bounded(f, getattr(c, f) + added_t[f]) for f in cell.accumulated}
-            return c._replace(**sums)
-
-        total = advance(step, total, only(fresh), sum_fns, stream_t)
+        total = advance(
+            lambda c: sum_step(cell, c, added_t), total, only(cell, fresh), sum_fns, stream_t
+        )
         return total, total
 
     last, totals = jax.lax.scan(
-        body, only(carry), (added, sum_stream), reverse=settings.reverse, unroll=settings.unroll
+        body,
+        only(cell, carry),
+        (added, sum_stream),
+        reverse=settings.reverse,
+        unroll=settings.unroll,
     )
-    carries = looped._replace(**{f: getattr(totals, f) for f in cell.accumulated})
-    edge = 0 if settings.reverse else -1
-    last_looped = jax.tree.map(lambda x: x[edge], looped)
-    return last_looped._replace(**{f: getattr(last, f) for f in cell.accumulated}), carries
+    last_looped = jax.tree.map(lambda x: x[0 if settings.reverse else -1], looped)
+    return joined(cell, last_looped, last), joined(cell, looped, totals)

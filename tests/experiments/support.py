@@ -1,8 +1,11 @@
 """What the tests of the experiments share: tiny configs, states on disk, binaries as processes."""
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,8 @@ import orbax.checkpoint as ocp
 from experiments import protocols
 
 ROOT = Path(__file__).parents[2]
+COMPILED = tempfile.mkdtemp()  # programs that the binaries compile, instead of the user's cache
+atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)
 
 TINY = {
     "cell": "gru",
@@ -55,7 +60,8 @@ def command(*flags):
 def environment(devices=1):
     """The environment of a process that sees so many CPU devices."""
     count = f"--xla_force_host_platform_device_count={devices}"
-    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": count}
+    own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": count, "JAX_COMPILATION_CACHE_DIR": COMPILED}
+    return os.environ | own
 
 
 def binary(*flags, devices=1):

@@ -142,14 +142,6 @@ def test_settings_are_the_papers():
     assert ur["training"]["halve_every"] == 0
 
 
-@pytest.mark.parametrize("task", [protocols.ADDING, protocols.FORGETTING, protocols.TRANSFER_COPY])
-def test_every_setting_has_a_source(task):
-    for protocol in task.values():
-        for group in [protocol.settings, *protocol.cells.values()]:
-            for setting, (_, source) in group.items():
-                assert len(source) > 5, setting
-
-
 def test_the_rate_is_checked_twenty_times():
     # 200,000 examples hold 20 checks; the first has nothing to compare with.
     training = protocols.resolve("adding", "gato", {}).training

@@ -1,12 +1,14 @@
 """The command line: flags, exit codes, one sentence for each wish that cannot be met."""
 
 import json
+import os
 
 import pytest
 from absl.flags import Error
 
 from experiments import copy, flags, learner
 from experiments.config import UserError
+from tests.experiments import support
 from tests.experiments.support import binary
 
 SHARED = [
@@ -99,7 +101,7 @@ BAD = {
     "--detach_prob=0.5 --detach_off_steps=3000": "leaves no step of 3000",
     "--detach_off_steps=-1": "--detach_off_steps must be at least 0",
     "--protocol=paper": "no protocol 'paper'",
-    "--backend=cuda": "--backend is one of auto, scan, fused, got cuda",
+    "--backend=cuda": "--backend is one of auto, scan, fused, newton, pallas, cudnn, got cuda",
     "--dtype=float16": "--dtype=float16",
     "--loss_on=none": "--loss_on=none",
     "--data_dir=x": "--data_dir is not for copy",
@@ -179,3 +181,33 @@ def test_default_workdir_names_the_run(monkeypatch):
     assert started(monkeypatch, "--cell=gru", "--protocol=ur", "--steps=9")[1] == workdir
     assert started(monkeypatch, "--cell=gru", "--protocol=ur", "--seed=1")[1] != workdir
     assert started(monkeypatch, "--workdir=here")[1] == "here"
+
+
+def test_compiled_programs_are_kept_where_the_user_says_and_change_no_bit(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    where = tmp_path / "cache"
+    monkeypatch.setattr(support, "COMPILED", str(where))
+    rows, kept = [], []
+    for run in ("first", "second"):
+        sizes = ("--cell=gru", "--hidden_size=6", "--length=4", "--steps=2", "--batch_size=8")
+        done = binary(*sizes, f"--workdir={tmp_path / run}")
+        assert done.returncode == 0, done.stderr
+        rows.append((tmp_path / run / "metrics.jsonl").read_bytes())
+        kept.append({file.name for file in where.glob("*-cache")})
+    assert any("_advance" in name for name in kept[0])
+    assert kept[0] == kept[1]
+    assert rows[0] == rows[1]
+
+
+def test_the_cache_is_in_the_users_cache_directory_unless_it_is_named(monkeypatch):
+    def place(**environment):
+        for name in ("XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        flags.keep_compilations()
+        return os.environ["JAX_COMPILATION_CACHE_DIR"]
+
+    assert place(HOME="/h") == "/h/.cache/recurrent_gates/xla"
+    assert place(HOME="/h", XDG_CACHE_HOME="/x") == "/x/recurrent_gates/xla"
+    assert place(HOME="/h", JAX_COMPILATION_CACHE_DIR="/c") == "/c"

@@ -118,6 +118,14 @@ def test_a_row_for_each_learning_rate(tmp_path):
     assert results == ("0.3750 [0.2500, 0.5000]", "∞ [0.1250, ∞]*")
 
 
+def test_runs_that_are_the_same_have_their_directories(tmp_path):
+    a, b = workdir(tmp_path / "a"), workdir(tmp_path / "b", steps=9, finished=False)
+    other = workdir(tmp_path / "c", cell="gato")
+    table = comparison.run([a, b, other], "mean", tmp_path / "figure.png")
+    names = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    assert names == ["gru in a", "gru in b", "gato"]
+
+
 def test_a_real_run(tmp_path, monkeypatch, capsys):
     shown = []
     monkeypatch.setattr(plt, "close", shown.append)

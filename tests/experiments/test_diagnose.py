@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from absl.flags import Error
 
-from experiments import analysis_figures, diagnose, flags
+from experiments import analysis_figures, diagnose, diagnosis, flags
 from experiments.config import UserError
 from recurrent_gates import desiderata
 from tests.experiments.support import ROOT, environment
@@ -153,7 +153,7 @@ def test_the_table_says_where_theory_failed():
     results = [
         desiderata.Criterion(k, "s", "q", 0.5, 1.0, k != 4, np.zeros((1, 1))) for k in range(1, 6)
     ]
-    text = diagnose.table(results, good)
+    text = diagnosis.table(results, good)
     assert text.endswith("measured as expected: all but 4")
     assert "4 |sin| <= 1" in text
 

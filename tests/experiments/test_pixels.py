@@ -97,6 +97,17 @@ def test_random_order_is_that_of_the_runs_seed():
     np.testing.assert_array_equal(order, fixed)
 
 
+def test_seeds_with_orders_of_their_own_do_not_train_together():
+    sentence = "--seeds=2: each has a permutation_seed of its own, so train them one by one"
+    with pytest.raises(UserError, match=sentence):
+        resolve("hdetach", dataset="pmnist", seeds=2)
+    with pytest.raises(UserError, match=sentence):
+        resolve("ur", permutation="random", seeds=2)
+    assert resolve("hdetach", dataset="pmnist", seeds=2, permutation_seed=9).training.seeds == 2
+    for dataset in ("smnist", "fashion"):
+        assert resolve("hdetach", dataset=dataset, seed=4, seeds=2).task.permutation_seed == 0
+
+
 SPLITS = {
     ("ur", "smnist"): (54_000, 6_000),
     ("ur", "scifar10"): (45_000, 5_000),
@@ -308,15 +319,6 @@ def test_where_the_data_are_is_not_part_of_the_identity():
 def test_bad_settings_are_refused(settings, sentence):
     with pytest.raises(UserError, match=sentence):
         resolve("small", **settings)
-
-
-def test_every_setting_has_a_source():
-    for name, protocol in protocols.PIXELS.items():
-        groups = [protocol.settings, *protocol.cells.values()]
-        for setting, sourced in [item for group in groups for item in group.items()]:
-            ours = sourced.source.removeprefix("ours")
-            assert len(sourced.source) > 5, (name, setting)
-            assert ours == sourced.source or ours.startswith(": "), (name, setting)
 
 
 def test_dropout_masks():

@@ -129,8 +129,9 @@ def test_what_feeds_back_is_detached(cell, field):
     assert config.carry.detach_state == field
 
 
-def test_every_setting_has_a_source():
-    for name, protocol in protocols.COPY.items():
+@pytest.mark.parametrize("task", protocols.TASKS)
+def test_every_setting_has_a_source(task):
+    for name, protocol in protocols.TASKS[task].protocols.items():
         groups = [protocol.settings, *protocol.cells.values()]
         for setting, sourced in [item for group in groups for item in group.items()]:
             assert len(sourced.source) > 5, (name, setting)

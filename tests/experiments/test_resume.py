@@ -1,5 +1,7 @@
 """Stopping, killing, damaging and extending a run."""
 
+import contextlib
+import itertools
 import json
 import signal
 import subprocess
@@ -9,7 +11,10 @@ import numpy as np
 import pytest
 
 from experiments import train
+from experiments.checkpoints import Checkpoints
 from experiments.config import UserError
+from experiments.learner import Learner
+from experiments.workdir import read_rows
 from tests.experiments.support import (
     ROOT,
     assert_same_bits,
@@ -158,6 +163,53 @@ def test_two_processes_cannot_share_a_workdir(copied):
         train.run(tiny(), copied)
     first.close()
     train.run(tiny(), copied)
+
+
+def stopping(calls):
+    """In place of ``_termination``: SIGTERM comes before the pause of that number."""
+
+    @contextlib.contextmanager
+    def termination():
+        left = itertools.count(calls, -1)
+
+        def pause():
+            if next(left) == 0:
+                raise train._TerminatedError
+
+        yield pause
+
+    return termination
+
+
+def test_a_run_can_be_stopped_in_an_evaluation(tmp_path, monkeypatch, capsys):
+    """In the first and the last one, in the test at the end, and between steps."""
+    monkeypatch.setattr("experiments.learner._EVALUATION_ROWS", 20)  # two parts
+    monkeypatch.setattr("experiments.train._DISPATCH_SECONDS", 0.0)  # one step at a time
+    settings = {"keep_best": True, "steps": 2}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train.run(tiny(**settings), whole)
+    # Pauses: two parts, step, step, two parts, and two parts more at the end.
+    for calls, step, rows in ((1, 0, 0), (3, 1, 1), (2, 2, 1), (1, 2, 1), (3, 2, 2)):
+        monkeypatch.setattr("experiments.train._termination", stopping(calls))
+        assert train.run(tiny(**settings), parts) is None
+        assert f"stopped at step {step}; the same" in capsys.readouterr().out
+        assert len(list(read_rows(parts / "metrics.jsonl"))) == rows
+    assert not (parts / "summary.json").exists()
+    monkeypatch.setattr("experiments.train._termination", stopping(2))
+    assert train.run(tiny(**settings), parts) is not None
+    assert_same_bits(leaves(parts, 2), leaves(whole, 2))
+    assert (parts / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+
+
+def test_an_evaluation_that_was_not_finished_leaves_no_row(copied, finished):
+    """Killed after the row of an evaluation and before its state, which replaces one without."""
+    with contextlib.closing(Checkpoints(copied / "checkpoints")) as checkpoints:
+        step, state = checkpoints.restore(Learner(tiny()).shapes(), print)
+        checkpoints.save(step, state._replace(loss_sum=np.float32(1), loss_count=np.int32(1)))
+    train.run(tiny(), copied)
+    assert_same_bits(leaves(copied, 4), leaves(finished, 4))
+    rows = [json.loads(row) for row in (copied / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 2, 4]
 
 
 FLAGS = ("--cell=gru", "--hidden_size=8", "--length=3", "--batch_size=8", "--steps=1200")

@@ -116,11 +116,11 @@ def test_finished_runs_become_one_table(runs, tmp_path, monkeypatch, capsys):
 
 
 def test_it_trains_by_itself(tmp_path, monkeypatch, capsys):
-    small = protocols.TRANSFER_COPY["small"]
+    small = protocols.TASKS["transfer_copy"].protocols["small"]
     settings = TINY | {"cell": "rnn", "hidden_size": 3}
     shrunk = {name: protocols.Sourced(value, "a test") for name, value in settings.items()}
     shrunk = small._replace(settings={**small.settings, **shrunk})
-    monkeypatch.setitem(protocols.TRANSFER_COPY, "small", shrunk)
+    monkeypatch.setitem(protocols.TASKS["transfer_copy"].protocols, "small", shrunk)
     evaluated = []  # how is another test's matter
     monkeypatch.setattr(
         transfer_study, "accuracies", lambda found, delay: evaluated.append(delay) or [0.5]

@@ -1,11 +1,13 @@
 """The backends on a GPU: `make test-gpu`. Not collected by default."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import recurrent_gates as rg
-from tests.support import assert_close, parameters, state
+from tests.support import array, assert_close, parameters, state
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -38,3 +40,26 @@ def test_fused_is_the_scan_on_a_gpu(name):
 
     run = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3)), static_argnums=0)
     assert_close(run("fused", params, xs, carry), run("scan", params, xs, carry))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("name", ["lstm", "c_lstm", "u_lstm"])
+def test_cudnn_is_the_scan_on_a_gpu(x32, name, reverse):
+    cell = rg.CELLS[name](32)
+    trees = parameters(cell, 5), array(0, 50, 4, 5), state(cell, (4,))
+    cotangents = state(cell, (4,), seed=1), array(1, 50, 4, 32)
+    trees, cotangents = jax.tree.map(lambda x: x.astype(jnp.float32), (trees, cotangents))
+
+    def run(backend, lanes=False):
+        def step(params, xs, carry):
+            unroll = functools.partial(rg.unroll, cell, reverse=reverse, backend=backend)
+            out, pullback = jax.vjp(lambda *arrays: unroll(*arrays), params, xs, carry)
+            return out, pullback(cotangents)
+
+        if not lanes:
+            return jax.jit(step)(*trees)
+        return jax.jit(jax.vmap(step))(*jax.tree.map(lambda x: jnp.stack([x, -x]), trees))
+
+    with jax.default_matmul_precision("highest"):  # no TF32; float32 over some hundred terms
+        assert_close(run("cudnn"), run("scan"), 1e-4)
+        assert_close(run("cudnn", lanes=True), run("scan", lanes=True), 1e-4)

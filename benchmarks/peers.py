@@ -1,0 +1,290 @@
+"""The peers: other frameworks' LSTM and GRU with our weights, as their users run them.
+
+Each is a function (contender, size, dtype) -> ``Side``. Times are taken in the peer's own memory
+layout; the numbers are put into ours for the comparison of values.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import recurrent_gates as rg
+from benchmarks.ours import Side, compiled_side
+from benchmarks.work import Arrays, Contender, Gradients, Size, make
+
+
+class Peer(NamedTuple):
+    """A framework to compare with.
+
+    Attributes:
+      package: must be installed.
+      cells: those of our cells that it has.
+      build: (contender, size, dtype) -> its side.
+      gpu_only: whether it needs an NVIDIA GPU.
+      dtypes: that it can compute in.
+    """
+
+    package: str
+    cells: tuple[str, ...]
+    build: Callable[[Contender, Size, str], Side]
+    gpu_only: bool = False
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+
+    def missing(self, platform: str, dtype: str) -> str | None:
+        """Why it cannot be run here, or None."""
+        if importlib.util.find_spec(self.package) is None:
+            return f"{self.package} is not installed"
+        if self.gpu_only and platform != "gpu":
+            return "it needs an NVIDIA GPU"
+        if dtype not in self.dtypes:
+            return f"it has no {dtype}"
+        return None
+
+
+def _to_torch(arrays: Arrays) -> dict[str, np.ndarray]:
+    return rg.to_torch([{"forward": arrays.params}])
+
+
+def _from_torch(state_dict: Mapping[str, Any]) -> Any:
+    """Gradients by torch's names -> gradients of our parameters."""
+    return rg.from_torch(state_dict)[0]["forward"]
+
+
+# torch
+
+
+def torch_side(contender: Contender, size: Size, dtype: str) -> Side:
+    """``torch.nn.LSTM`` or ``torch.nn.GRU``, time-major; cuDNN's on a GPU."""
+    import torch
+
+    device = torch.device("cuda" if jax.default_backend() == "gpu" else "cpu")
+    if device.type == "cuda":
+        config: Any = jax.config
+        tf32 = config.jax_default_matmul_precision != "highest"
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    arrays = make(contender, size, dtype)
+
+    def tensor(array: Any) -> Any:
+        array = torch.from_numpy(np.array(array, np.float32))
+        return array.to(device, getattr(torch, dtype)).requires_grad_()
+
+    layer = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}[contender.cell]
+    module = layer(size.inputs, size.features)
+    module.load_state_dict({k: torch.from_numpy(v) for k, v in _to_torch(arrays).items()})
+    module = module.to(device, getattr(torch, dtype))
+    xs, cotangent = tensor(arrays.xs), tensor(arrays.cotangent).detach()
+    state = {name: tensor(leaf)[None].detach() for name, leaf in arrays.carry._asdict().items()}
+    order = ("h", "c")[: len(state)]
+    leaves = [state[name].requires_grad_() for name in order]
+    names = [name for name, _ in module.named_parameters()]
+    wanted = [*module.parameters(), xs, *leaves]
+
+    def finish(result: Any) -> Any:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return result
+
+    def apply() -> Any:
+        return module(xs, tuple(leaves) if len(leaves) > 1 else leaves[0])[0]
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return finish(apply())
+
+    def train() -> tuple[Any, Any]:
+        ys = apply()
+        return finish((ys, torch.autograd.grad(ys, wanted, cotangent)))
+
+    def array(value: Any) -> np.ndarray:
+        return value.detach().float().cpu().numpy()
+
+    def gradients(found: Any) -> Gradients:
+        params = {n: array(g) for n, g in zip(names, found, strict=False)}
+        d_xs, *d_state = found[len(names) :]
+        d_carry = dict(zip(order, (array(d)[0] for d in d_state), strict=True))
+        return Gradients(_from_torch(params), array(d_xs), type(arrays.carry)(**d_carry))
+
+    facts = {"kind": f"torch.nn.{layer.__name__}", "threads": torch.get_num_threads()}
+    return Side(forward, train, array, gradients, facts)
+
+
+# Peers in JAX
+
+
+def _in_jax(
+    contender: Contender, size: Size, dtype: str, run: Callable[..., jax.Array], kind: str
+) -> Side:
+    """A side from (params, xs, carry, noise) -> ys on one device, as such code is written."""
+    return compiled_side(run, make(contender, size, dtype), split=False, kind=kind)
+
+
+def _packed(params: Any, slots: Sequence[str], role: str) -> jax.Array:
+    return jnp.concatenate([params[role][slot] for slot in slots], axis=-1)
+
+
+def flax_side(contender: Contender, size: Size, dtype: str) -> Side:
+    """``flax.linen.RNN`` of ``OptimizedLSTMCell`` or ``GRUCell``, time-major.
+
+    The two bias vectors are added before they are handed over, outside the time loop.
+    """
+    from flax import linen as nn
+
+    layer = {"lstm": nn.OptimizedLSTMCell, "gru": nn.GRUCell}[contender.cell]
+    module = nn.RNN(layer(size.features, dtype=jnp.dtype(dtype)), time_major=True)
+    ours = ("i", "f", "u", "o") if contender.cell == "lstm" else ("reset", "f", "u")
+    theirs = "ifgo" if contender.cell == "lstm" else "rzn"
+
+    def run(params: Any, xs: jax.Array, carry: Any, noise: Any) -> jax.Array:
+        del noise
+        own: dict[str, dict[str, jax.Array]] = {}
+        for slot, name in zip(ours, theirs, strict=True):
+            bias, second = params["bias"][slot], params["recurrent_bias"][slot]
+            own["i" + name] = {"kernel": params["kernel"][slot]}
+            own["h" + name] = {"kernel": params["recurrent_kernel"][slot]}
+            if contender.cell == "lstm":
+                own["h" + name]["bias"] = bias + second
+            elif name == "n":  # inside the reset gate's product
+                own["in"]["bias"], own["hn"]["bias"] = bias, second
+            else:
+                own["i" + name]["bias"] = bias + second
+        state = tuple(carry) if contender.cell == "lstm" else carry.h
+        ys: Any = module.apply({"params": {"cell": own}}, xs, initial_carry=state)
+        return ys
+
+    return _in_jax(contender, size, dtype, run, f"flax.linen.RNN({layer.__name__})")
+
+
+def haiku_side(contender: Contender, size: Size, dtype: str) -> Side:
+    """``haiku.dynamic_unroll`` of ``haiku.LSTM``; its forget gate adds 1 by itself."""
+    import haiku as hk
+
+    def unroll(xs: jax.Array, state: Any) -> jax.Array:
+        return hk.dynamic_unroll(hk.LSTM(size.features), xs, state)[0]
+
+    apply = hk.without_apply_rng(hk.transform(unroll)).apply
+
+    def run(params: Any, xs: jax.Array, carry: Any, noise: Any) -> jax.Array:
+        del noise
+        slots = ("i", "u", "f", "o")
+        kernels = [_packed(params, slots, role) for role in ("kernel", "recurrent_kernel")]
+        bias = _packed(params, slots, "bias") + _packed(params, slots, "recurrent_bias")
+        bias = bias.at[2 * size.features : 3 * size.features].add(-1.0)
+        own = {"lstm/linear": {"w": jnp.concatenate(kernels), "b": bias}}
+        return apply(own, xs, hk.LSTMState(carry.h, carry.c))
+
+    return _in_jax(contender, size, dtype, run, "haiku.dynamic_unroll(haiku.LSTM)")
+
+
+def jax_side(contender: Contender, size: Size, dtype: str) -> Side:
+    """``jax.experimental.rnn.lstm``: cuDNN's LSTM, batch-major."""
+    from jax.experimental import rnn
+
+    def run(params: Any, xs: jax.Array, carry: Any, noise: Any) -> jax.Array:
+        del noise
+        slots = ("i", "f", "u", "o")
+        roles = ("kernel", "recurrent_kernel", "bias", "recurrent_bias")
+        weights = jnp.concatenate([_packed(params, slots, role).T.ravel() for role in roles])
+        lengths = jnp.full((size.batch,), size.steps, jnp.int32)
+        ys, _, _ = rnn.lstm(
+            jnp.swapaxes(xs, 0, 1),
+            carry.h[None],
+            carry.c[None],
+            weights,
+            lengths,
+            size.inputs,
+            size.features,
+            1,
+            0.0,
+            False,
+        )
+        return jnp.swapaxes(ys, 0, 1)
+
+    return _in_jax(contender, size, dtype, run, "jax.experimental.rnn.lstm")
+
+
+# FlashRNN
+
+
+def flashrnn_side(contender: Contender, size: Size, dtype: str) -> Side:
+    """``flashrnn`` on one head, batch-major, after torch's product with the input.
+
+    Its kernels hold gates in torch's order, R as [gate, head, new, previous] and the states
+    (h, c) as [state, batch, 1, head, feature].
+    """
+    import torch
+    from flashrnn import flashrnn
+
+    arrays = make(contender, size, dtype)
+    to = {"device": "cuda", "dtype": getattr(torch, dtype)}
+
+    def tensor(array: Any) -> Any:
+        return torch.from_numpy(np.array(array, np.float32)).to(**to).requires_grad_()
+
+    weights = {name: tensor(value) for name, value in _to_torch(arrays).items()}
+    xs = tensor(np.swapaxes(arrays.xs, 0, 1))
+    cotangent = tensor(np.swapaxes(arrays.cotangent, 0, 1)).detach()
+    state = tensor(np.stack([arrays.carry.h, arrays.carry.c])[:, :, None, None])
+    wanted = [*weights.values(), xs, state]
+
+    def apply() -> Any:
+        kernel, recurrent, bias, second = (
+            weights[f"{name}_l0"] for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        )
+        gates = torch.nn.functional.linear(xs, kernel)
+        gates = gates.reshape(size.batch, size.steps, 4, 1, size.features)
+        states, _ = flashrnn(
+            gates,
+            recurrent.reshape(4, 1, size.features, size.features),
+            (bias + second).reshape(4, 1, size.features),
+            states=state,
+            function="lstm",
+            backend="cuda_fused",
+        )
+        return states[0][:, :, 0]
+
+    def finish(result: Any) -> Any:
+        torch.cuda.synchronize()
+        return result
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return finish(apply())
+
+    def train() -> tuple[Any, Any]:
+        ys = apply()
+        return finish((ys, torch.autograd.grad(ys, wanted, cotangent)))
+
+    def array(value: Any) -> np.ndarray:
+        return value.detach().float().cpu().numpy()
+
+    def gradients(found: Any) -> Gradients:
+        *d_weights, d_xs, d_state = (array(value) for value in found)
+        d_h, d_c = d_state[:, :, 0, 0]
+        return Gradients(
+            _from_torch(dict(zip(weights, d_weights, strict=True))),
+            np.swapaxes(d_xs, 0, 1),
+            rg.LSTM(size.features).initial(())._replace(c=d_c, h=d_h),
+        )
+
+    return Side(
+        forward,
+        train,
+        lambda ys: np.swapaxes(array(ys), 0, 1),
+        gradients,
+        {"kind": "flashrnn cuda_fused"},
+    )
+
+
+PEERS = {
+    "torch": Peer("torch", ("lstm", "gru"), torch_side),
+    "flax": Peer("flax", ("lstm", "gru"), flax_side),
+    "haiku": Peer("haiku", ("lstm",), haiku_side),
+    "jax": Peer("jax", ("lstm",), jax_side, gpu_only=True, dtypes=("float32",)),
+    "flashrnn": Peer("flashrnn", ("lstm",), flashrnn_side, gpu_only=True, dtypes=("bfloat16",)),
+}

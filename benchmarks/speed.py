@@ -1,0 +1,191 @@
+"""``python -m benchmarks.speed``: our cells beside other frameworks' and beside each other.
+
+Every row is one comparison in a process of its own: both sides are given the same arrays, their
+values and gradients are checked, and forward pass and train step are timed in turn (``pair``).
+A train step is the forward pass and the gradient of sum(ys * cotangent) with respect to
+parameters, inputs and initial carry. The ratio is the other side's time over ours, so above 1 we
+are faster; it is the median over pairs of neighbouring runs, with quartiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from absl import flags
+from absl.flags import FlagValues
+
+import recurrent_gates as rg
+from benchmarks import process, speed_report
+from benchmarks.command import fail, parse, save, say
+from benchmarks.peers import PEERS
+from benchmarks.work import Contender, Size
+
+_BACKENDS = tuple(backend.value for backend in rg.Backend)
+_REFERENCE = "torch"  # its LSTM is the other side where a peer has no such cell
+_CPU_SIZES = "100,120,10,128;32,520,10,256;50,784,1,512"
+_GPU_SIZES = ";".join(
+    f"{batch},784,1,{features}" for features in (128, 256, 512, 1024) for batch in (32, 128, 256)
+)
+_LSTMS = "ur_lstm,lstm+detach0.5,lstm+detach0.5*3"
+_GATOS = "gato1,gato2"
+_OTHERS = ",".join(backend for backend in _BACKENDS if backend != "auto")
+
+
+class Group(NamedTuple):
+    """Cells that are measured at some sizes beside some others."""
+
+    cells: str
+    sizes: str
+    peers: str
+
+
+PLAN: dict[str, tuple[Group, ...]] = {
+    "cpu": (
+        Group("lstm,gru", _CPU_SIZES, f"torch,flax,haiku,{_OTHERS}"),
+        Group(_LSTMS, _CPU_SIZES, "lstm"),
+        Group(_GATOS, "64,750,2,512", f"torch,{_OTHERS}"),
+    ),
+    "gpu": (
+        Group("lstm,gru", _GPU_SIZES, f"torch,flax,haiku,jax,flashrnn,{_OTHERS}"),
+        Group(_LSTMS, _GPU_SIZES, f"torch,lstm,{_OTHERS}"),
+        Group(_GATOS, "32,1000,64,1024;8,16384,4,512;1,65536,4,512", f"torch,{_OTHERS}"),
+    ),
+}
+"""What is run where neither cells nor sizes are given, by platform."""
+
+
+class Comparison(NamedTuple):
+    """A row to measure: both sides as ``pair.measure`` reads them."""
+
+    contender: str
+    other: str
+    size: Size
+
+
+def define(values: FlagValues) -> None:
+    """Defines the program's flags."""
+
+    def text(name: str, meaning: str) -> None:
+        flags.DEFINE_string(name, None, meaning, flag_values=values)
+
+    text("cells", "ours, each cell[/backend][+detachP][*lanes]")
+    text("sizes", "B,T,D,F; several with a semicolon between")
+    text("peers", f"what each is compared with: {', '.join(PEERS)}, a backend, a cell of ours")
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of both", flag_values=values)
+    for name, meaning in (
+        ("tf32", "let float32 products on a GPU use TF32, on both sides"),
+        ("floor", "add operations, bytes and the time that the device's measured rates allow"),
+    ):
+        flags.DEFINE_boolean(name, False, meaning, flag_values=values)
+
+
+def parse_sizes(text: str) -> list[Size]:
+    """The sizes that ``"B,T,D,F;..."`` names.
+
+    Raises:
+      ValueError: if it is not that.
+    """
+    sizes = []
+    for part in text.split(";"):
+        numbers = [int(n) if n.strip().isdecimal() else 0 for n in part.split(",")]
+        if len(numbers) != 4 or 0 in numbers:
+            raise ValueError(f"A size is B,T,D,F, four positive numbers, got {part!r}.")
+        sizes.append(Size(*numbers))
+    return sizes
+
+
+def opponent(contender: Contender, other: str) -> str | None:
+    """The other side of a contender as ``pair.measure`` reads it; None if there is none.
+
+    A peer runs its own form of the same cell, torch its LSTM where it has no such cell. A backend
+    stands for the same cell under it, a cell of ours for itself with as many lanes.
+    """
+    if other in PEERS:
+        if contender.lanes > 1:
+            return None
+        if contender.cell in PEERS[other].cells and not contender.detach:
+            return f"{other}.{contender.cell}"
+        return f"{other}.lstm" if other == _REFERENCE else None
+    if other in _BACKENDS:
+        theirs = dataclasses.replace(contender, backend=other)
+    else:
+        theirs = dataclasses.replace(Contender.parse(other), lanes=contender.lanes)
+    return None if theirs == contender else str(theirs)
+
+
+def comparisons(groups: Sequence[Group]) -> list[Comparison]:
+    """The rows of some groups.
+
+    Raises:
+      ValueError: if a name or a size cannot be.
+    """
+    rows = []
+    for group in groups:
+        for cell in group.cells.split(","):
+            contender = Contender.parse(cell.strip())
+            for size in parse_sizes(group.sizes):
+                for other in group.peers.split(","):
+                    side = opponent(contender, other.strip())
+                    if side is not None:
+                        rows.append(Comparison(str(contender), side, size))
+    return list(dict.fromkeys(rows))
+
+
+def plan(given: dict[str, Any], platform: str) -> list[Comparison]:
+    """The rows that the flags ask for; what is not given is as in ``PLAN``."""
+    groups = PLAN["gpu" if platform == "gpu" else "cpu"]
+    if given["cells"]:
+        first = groups[0]
+        groups = (Group(given["cells"], first.sizes, first.peers),)
+    if given["sizes"]:
+        groups = tuple(group._replace(sizes=given["sizes"]) for group in groups)
+    if given["peers"]:
+        groups = tuple(group._replace(peers=given["peers"]) for group in groups)
+    return comparisons(groups)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The program; returns its exit status: 1 if a comparison failed."""
+    given = parse("speed", define, argv)
+    settings = {"dtype": given["dtype"], "tf32": given["tf32"]}
+    machine = process.call("benchmarks.pair.machine", settings, given["devices"])
+    try:
+        rows = plan(given, machine["platform"])
+    except ValueError as error:
+        fail("speed", str(error))
+    report: dict[str, Any] = {"machine": machine, "settings": given, "rows": [], "left_out": []}
+    for name, reason in machine["missing"].items():
+        report["left_out"].append(f"{name}: {reason}")
+    if given["floor"]:
+        report["rates"] = process.call("benchmarks.floor.rates", settings, given["devices"])
+    failed = False
+    for number, row in enumerate(rows, 1):
+        if row.other.partition(".")[0] in machine["missing"]:
+            continue
+        say(f"{number}/{len(rows)} {row.contender} beside {row.other} at {tuple(row.size)}")
+        arguments = {**row._asdict(), **settings, "repeats": given["repeats"]}
+        try:
+            measured = process.call("benchmarks.pair.measure", arguments, given["devices"])
+        except process.ProcessError as error:
+            unserved = "does not serve this" in str(error)
+            failed = failed or not unserved
+            what = "left_out" if unserved else "failed"
+            line = f"{row.contender} beside {row.other} at {tuple(row.size)}: {error}"
+            report.setdefault(what, []).append(line)
+            say(f"{what.replace('_', ' ')}: {error}")
+            continue
+        report["rows"].append(measured)
+        say(f"  train step: {speed_report.ratio(measured['train'])} times as fast")
+        save(given["out"], "speed", report, speed_report.table(report))
+    directory = save(given["out"], "speed", report, speed_report.table(report))
+    if report["rows"]:
+        speed_report.draw(report, directory / "speed.png")
+    print(speed_report.table(report))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

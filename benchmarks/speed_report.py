@@ -1,0 +1,109 @@
+"""The table and the figure of ``speed``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import markdown, megabytes, milliseconds
+
+_COLOURS = {"forward": "#5f6b6d", "train": "#1b6ca8"}
+
+
+def ratio(timed: dict[str, Any]) -> str:
+    """The median ratio with its quartiles."""
+    found = timed["ratio"]
+    return f"{found['median']:.2f} ({found['low']:.2f}-{found['high']:.2f})"
+
+
+def table(report: dict[str, Any]) -> str:
+    """The whole report as Markdown: where it was measured, the rows, what was left out."""
+    machine, settings = report["machine"], report["settings"]
+    packages = ", ".join(f"{k} {v}" for k, v in machine["versions"].items() if v)
+    tf32 = f", TF32 {'on' if settings['tf32'] else 'off'}" if machine["platform"] == "gpu" else ""
+    lines = [
+        f"{machine['device']}, {settings['dtype']}{tf32}; {packages}.",
+        "",
+        "A train step is forward and all gradients. Ratio: the other's time over ours, above 1 we "
+        "are faster; median and quartiles over neighbouring runs. Memory: XLA's temporary "
+        "buffers of our train step, of all devices together.",
+        "",
+        markdown(*_rows(report)),
+    ]
+    for what, lead in (("left_out", "Left out"), ("failed", "FAILED")):
+        lines += ["", *(f"{lead}: {line}" for line in report[what])] if report.get(what) else []
+    return "\n".join(lines)
+
+
+def _rows(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    rates = report.get("rates")
+    titles = ["B, T, D, F", "ours", "beside", "forward ms", "beside ms", "ratio"]
+    titles += ["train ms", "beside ms", "ratio", "compile s", "memory MB"]
+    if rates:
+        titles += ["operations 1e9", "bytes 1e6", "floor ms", "train / floor"]
+    rows = []
+    for row in report["rows"]:
+        cells = [", ".join(map(str, row["size"].values())), f"`{row['contender']}`"]
+        cells.append(f"`{row['other']}`" + ("" if row["same_equations"] else " (another model)"))
+        for name in ("forward", "train"):
+            timed = row[name]
+            cells += [milliseconds(timed[side]["median"]) for side in ("ours", "theirs")]
+            cells.append(ratio(timed))
+        cells += [f"{row['ours']['compile_seconds']:.1f}"]
+        cells += [megabytes(row["ours"]["temporary_bytes"])]
+        if rates:
+            cells += floor_cells(row, rates)
+        rows.append(cells)
+    return titles, rows
+
+
+def floor_cells(row: dict[str, Any], rates: dict[str, float]) -> list[str]:
+    """Operations, bytes, floor time and how often it goes into our train step."""
+    work = row["work"]
+    by_operations = work["operations"] / rates["operations_per_second"]
+    by_bytes = work["bytes"] / rates["bytes_per_second"]
+    floor = max(by_operations, by_bytes)
+    times = row["train"]["ours"]["median"] / floor
+    return [
+        f"{work['operations'] / 1e9:,.1f}",
+        f"{work['bytes'] / 1e6:,.0f}",
+        milliseconds(floor) + (" (bytes)" if by_bytes > by_operations else ""),
+        f"{times:.1f}",
+    ]
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Bars of the ratios, one pair of bars a row, whiskers at the quartiles."""
+    import numpy as np
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    rows = report["rows"]
+    places = np.arange(len(rows))[::-1]
+    style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
+    with rc_context(style):
+        figure = Figure(figsize=(8.5, 1.4 + 0.38 * len(rows)), layout="constrained")
+        axes = figure.subplots()
+        for offset, name in ((0.2, "forward"), (-0.2, "train")):
+            found = [row[name]["ratio"] for row in rows]
+            median, low, high = (np.array([r[k] for r in found]) for k in ("median", "low", "high"))
+            axes.barh(
+                places + offset,
+                median,
+                0.38,
+                xerr=[median - low, high - median],
+                color=_COLOURS[name],
+                error_kw={"linewidth": 0.8},
+                label={"forward": "forward pass", "train": "train step"}[name],
+            )
+        axes.axvline(1, color="black", linewidth=0.8)
+        labels = [
+            f"{row['contender']} / {row['other']}  ({', '.join(map(str, row['size'].values()))})"
+            for row in rows
+        ]
+        axes.set_yticks(places, labels)
+        axes.set_xlabel("times as fast: the other side's time / ours (1: equal)")
+        axes.set_title(f"ours / beside (B, T, D, F) on {report['machine']['device']}", fontsize=9)
+        axes.grid(axis="x", alpha=0.25, linewidth=0.6)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06 - 0.5 / len(rows)), ncols=2)
+        figure.savefig(path, dpi=150)

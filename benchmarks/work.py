@@ -1,0 +1,178 @@
+"""What is computed in a comparison: a cell, a size and the arrays that both sides are given."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import recurrent_gates as rg
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+class Size(NamedTuple):
+    """B, T, D and F."""
+
+    batch: int
+    steps: int
+    inputs: int
+    features: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """One of our cells and how it is run; written ``cell[/backend][+detachP][*lanes]``.
+
+    Attributes:
+      cell: a name in ``CELLS``.
+      backend: how the recurrence is computed.
+      detach: the probability of h-detach, one draw a step for the whole batch.
+      lanes: independent copies (seeds) under one vmap; 1 is without vmap.
+    """
+
+    cell: str
+    backend: str = "auto"
+    detach: float = 0.0
+    lanes: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Contender:
+        """The contender that a text such as ``"lstm/fused+detach0.5*3"`` names.
+
+        Raises:
+          ValueError: if the text or a name in it cannot be.
+        """
+        found = re.fullmatch(
+            r"(?P<cell>\w+)(/(?P<backend>\w+))?(\+detach(?P<detach>[\d.]+))?(\*(?P<lanes>\d+))?",
+            text,
+        )
+        if found is None:
+            raise ValueError(f"A cell is written cell[/backend][+detachP][*lanes], got {text!r}.")
+        if found["cell"] not in rg.CELLS:
+            raise ValueError(f"There is no cell {found['cell']!r}; see recurrent_gates.CELLS.")
+        return cls(
+            found["cell"],
+            rg.Backend(found["backend"] or "auto").value,
+            float(found["detach"] or 0),
+            int(found["lanes"] or 1),
+        )
+
+    def __str__(self) -> str:
+        backend = "" if self.backend == "auto" else f"/{self.backend}"
+        detach = f"+detach{self.detach:g}" if self.detach else ""
+        lanes = f"*{self.lanes}" if self.lanes > 1 else ""
+        return f"{self.cell}{backend}{detach}{lanes}"
+
+    def build(self, features: int, dtype: str = "float32") -> rg.Cell:
+        """The cell; plain LSTM and GRU have two bias vectors, as torch has them."""
+        settings: dict[str, Any] = {"dtype": DTYPES[dtype]}
+        if self.cell in ("lstm", "gru"):
+            settings["bias_vectors"] = 2
+        return rg.CELLS[self.cell](features, **settings)
+
+    def carry_fns(self) -> tuple[rg.CarryFn, ...]:
+        """What acts on the carry."""
+        if not self.detach:
+            return ()
+        field = "r" if self.cell.startswith("gato") else "h"
+        return (rg.Detach(jnp.float32(self.detach), field),)
+
+
+class Arrays(NamedTuple):
+    """The inputs of a train step; with several lanes every leaf has a leading axis.
+
+    Attributes:
+      params: the cell's parameters, float32.
+      xs: ``[T, B, D]``.
+      carry: the initial carry, leaves ``[B, ...]``.
+      cotangent: of the outputs, ``[T, B, F]``.
+      noise: of the carry functions, leaves ``[T, ...]``.
+    """
+
+    params: Any
+    xs: Any
+    carry: Any
+    cotangent: Any
+    noise: Any
+
+
+class Gradients(NamedTuple):
+    """Cotangents of a train step's inputs, as in ``Arrays``."""
+
+    params: Any
+    xs: Any
+    carry: Any
+
+
+def make(contender: Contender, size: Size, dtype: str = "float32") -> Arrays:
+    """The arrays of a contender, the same for every backend and for a peer of the same cell."""
+    return _make(dataclasses.replace(contender, backend="auto"), size, dtype)
+
+
+@functools.cache
+def _make(contender: Contender, size: Size, dtype: str) -> Arrays:
+    make_lane = functools.partial(_make_lane, contender, size, dtype)
+    if contender.lanes == 1:
+        return jax.jit(make_lane)(0)
+    return jax.jit(jax.vmap(make_lane))(jnp.arange(contender.lanes))
+
+
+def _make_lane(contender: Contender, size: Size, dtype: str, seed: Any) -> Arrays:
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(0), seed), 6)
+    cell = contender.build(size.features, dtype)
+
+    def near(key: jax.Array, tree: Any) -> Any:
+        """The tree moved a little, so that no bias and no state is zero."""
+        leaves, structure = jax.tree.flatten(tree)
+        leaf_keys = jax.random.split(key, len(leaves))
+        moved = [
+            leaf + 0.1 * jax.random.normal(k, leaf.shape, leaf.dtype)
+            if leaf.ndim < 2 or leaf.shape[0] == size.batch
+            else leaf
+            for k, leaf in zip(leaf_keys, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(structure, moved)
+
+    shape = (size.steps, size.batch)
+    xs = jax.random.normal(keys[0], (*shape, size.inputs), DTYPES[dtype])
+    cotangent = jax.random.normal(keys[1], (*shape, size.features), DTYPES[dtype])
+    return Arrays(
+        params=near(keys[2], cell.init_params(keys[3], size.inputs)),
+        xs=xs,
+        carry=near(keys[4], cell.initial((size.batch,))),
+        cotangent=cotangent,
+        noise=rg.draw_noise(contender.carry_fns(), keys[5], size.steps, (size.batch,)),
+    )
+
+
+class MismatchError(Exception):
+    """Two sides do not compute the same numbers."""
+
+
+def check_equal(name: str, actual: Any, expected: Any, tolerance: float) -> float:
+    """The largest relative error max|a - b| / max|b| over the arrays of two trees.
+
+    Raises:
+      MismatchError: if it is not below the tolerance, or a value is not finite; the sentence names
+        the array.
+    """
+    largest = 0.0
+    got = dict(jax.tree_util.tree_leaves_with_path(actual))
+    for path, b in jax.tree_util.tree_leaves_with_path(expected):
+        where = f"{name}{jax.tree_util.keystr(path)}"
+        if path not in got:
+            raise MismatchError(f"{where} is missing.")
+        a, b = (np.asarray(array, np.float64) for array in (got[path], b))
+        if a.shape != b.shape:
+            raise MismatchError(f"{where} has shape {a.shape}, not {b.shape}.")
+        error = float(np.max(np.abs(a - b)) / (np.max(np.abs(b)) or 1.0))
+        if not error < tolerance:  # NaN is not below
+            raise MismatchError(f"{where} is off by {error:.1e}, not below {tolerance:.0e}.")
+        largest = max(largest, error)
+    return largest

@@ -1,0 +1,227 @@
+"""What ``diagnose`` measures, prints and draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments import analysis_figures as figures
+from experiments.analysis_figures import shown, verdict
+from experiments.config import UserError
+from recurrent_gates import GATO, GRU, LSTM, Cell, Elman, analysis, desiderata, gate_theory
+
+_TIMESCALE_DRAWS = 40
+_GATE_BATCH = 16
+_MEMORY = 4e9  # bytes of Jacobians, beyond which a wish is refused
+
+
+def diagnose_cell(cell: Cell, given: Mapping[str, Any], how: Mapping[str, Any], out: Path) -> None:
+    """Measures a cell with fresh parameters, prints what is found and draws it.
+
+    Args:
+      cell: an unbound cell.
+      given: the binary's flags by name.
+      how: arguments of ``desiderata.reading``.
+      out: the directory of the figures.
+
+    Raises:
+      UserError: if the cell cannot be measured, or needs too much memory.
+    """
+    D, T, draws = given["in_features"], given["steps"], given["draws"]
+    key = jax.random.key(given["seed"])
+    try:
+        _check_memory(cell, draws * T)
+        print(f"{given['cell']}: {desiderata.reading(cell, **how).text}\n", flush=True)
+        results = desiderata.desiderata(cell, D, key=key, draws=draws, **how)
+    except UserError:
+        raise
+    except Exception as error:  # a cell of the user's own may fail in any way
+        raise UserError(f"--cell={given['cell']} cannot be measured: {sentence(error)}") from None
+    family = None if how else desiderata.family(cell)
+    verdicts = desiderata.EXPECTED[family] if family else None
+    print(table(results, verdicts), flush=True)
+
+    # Parameters one draw after another: see analysis.initial_timescales.
+    params = [cell.init_params(k, D) for k in jax.random.split(key, draws)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+    xs = jax.random.normal(jax.random.fold_in(key, 2), (draws, T, _GATE_BATCH, D))
+    title = f"{given['cell']}  ·  {given['hidden_size']} units  ·  {draws} draws of parameters"
+
+    figures.criteria(results, verdicts, f"{title}, times 1 and 3", out / "criteria.png")
+    drawn = ["criteria.png"]
+    drawn += _gradient_paths(cell, stacked, xs[:, :, 0], title, out)
+    activations = jax.vmap(lambda p, x: analysis.gate_activations(cell, p, x))(stacked, xs)
+    if not activations:
+        print("\nThis cell names no gates: neither their histograms nor timescales are drawn.")
+    else:
+        drawn += _gates(activations, title, out)
+    if "f" in activations:
+        drawn += _timescales(cell, key, D, given["cell"], out)
+    print("\n" + "\n".join(f"drew {out / name}" for name in drawn))
+
+
+def _check_memory(cell: Any, matrices: int) -> None:
+    carry = jax.eval_shape(lambda: cell.initial(()))
+    width = sum(leaf.size for leaf in jax.tree.leaves(carry))
+    need = 4.0 * matrices * width**2
+    if need > _MEMORY:
+        raise UserError(
+            f"Jacobians of {width} by {width} over all steps and draws need {need / 1e9:.0f} GB: "
+            "lower --steps, --hidden_size or --draws."
+        )
+
+
+def table(results: Any, expected: Any) -> str:
+    """The five criteria as lines of text.
+
+    Args:
+      results: as ``desiderata`` returns them.
+      expected: verdicts of the same criteria, or None.
+    """
+    head = ("criterion", "measured, the worst draw", "number", "limit", "expected", "verdict")
+    rows = [head]
+    for index, result in enumerate(results):
+        rows.append(
+            (
+                f"{result.number} {result.statement}",
+                result.quantity,
+                shown(result.value),
+                f"{'>=' if result.number == 3 else '<='} {result.limit:g}",
+                verdict(expected[index].met) if expected else "-",
+                verdict(result.met),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    if expected:
+        lines += ["", "expected because"]
+        lines += [f"{r.number} {e.because}" for r, e in zip(results, expected, strict=True)]
+        wrong = [r.number for r, e in zip(results, expected, strict=True) if r.met != e.met]
+        agree = f"all but {', '.join(map(str, wrong))}" if wrong else "all five"
+        lines += ["", f"measured as expected: {agree}"]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _gradient_paths(cell: Any, params: Any, xs: Any, title: str, out: Path) -> list[str]:
+    """Norms against the gap for parameters as drawn and three times as large."""
+    panels: dict[str, dict[str, np.ndarray]] = {}
+    extras: dict[str, dict[str, np.ndarray]] = {}
+    paths = jax.jit(jax.vmap(lambda p, x: analysis.gradient_paths(cell, p, x)))
+    for scale, name in ((1, "parameters as drawn"), (3, "parameters times 3")):
+        large = desiderata.scaled(params, scale)
+        norms = {key: np.asarray(value) for key, value in paths(large, xs).items()}
+        single = len(norms) == 2  # all, and without the only field: nothing
+        panels[name] = {
+            _label(blocked): value for blocked, value in norms.items() if not (single and blocked)
+        }
+        if isinstance(cell, LSTM):
+            found = jax.vmap(lambda p, x: analysis.lecture_paths(cell, p, x))(large, xs)
+            extras[name] = {
+                "the lecture's forget-gate path": np.asarray(found.forget),
+                "its output-gate path": _from_one(found.output),
+                "and the bound on that": _from_one(found.bound),
+            }
+        elif isinstance(cell, Elman):
+            bounds = jax.vmap(lambda p, x: analysis.singular_bounds(cell, p, x))(large, xs)
+            extras[name] = {
+                "upper bound by U": np.asarray(bounds.upper),
+                "lower bound by U": np.asarray(bounds.lower),
+            }
+        last = {label: float(np.median(value[:, -1])) for label, value in panels[name].items()}
+        said = ", ".join(f"{label} {value:.1f}" for label, value in last.items())
+        print(f"\nlog10 |d state_T / d state_t| at gap {xs.shape[1]}, {name}: {said}")
+    figures.gradient_paths(panels, extras, title, out / "gradient_paths.png")
+    return ["gradient_paths.png"]
+
+
+def _from_one(table: Any) -> Any:
+    """Lines that begin at gap 1, with gap 0's 1 before them."""
+    return np.pad(np.asarray(table), ((0, 0), (1, 0)))
+
+
+def _label(blocked: tuple[Any, ...]) -> str:
+    if not blocked:
+        return "all paths"
+    field = blocked[0]
+    return f"without field {field}" if isinstance(field, int) else f"without {field}"
+
+
+def _gates(activations: dict[str, Any], title: str, out: Path) -> list[str]:
+    means = jax.vmap(analysis.gate_means)(activations)
+    flat = {name: np.ravel(value) for name, value in means.items()}
+    text = "  ".join(
+        f"{k} {v.mean():.3f} ({v.min():.3f} to {v.max():.3f})" for k, v in flat.items()
+    )
+    print(f"\ngates, mean and range over units: {text}")
+    figures.gate_histograms(flat, title, out / "gate_histograms.png")
+    return ["gate_histograms.png"]
+
+
+def _timescales(cell: Any, key: Any, in_features: int, name: str, out: Path) -> list[str]:
+    periods = analysis.initial_timescales(
+        cell, key, in_features=in_features, draws=_TIMESCALE_DRAWS
+    )
+    values = np.ravel(np.asarray(periods))
+    gated = isinstance(cell, LSTM | GRU) and getattr(cell, "forget_gate", True)
+    law = gate_theory.gate_law(cell.gate, cell.features) if gated else None
+    ranks = np.round(np.array([0.01, 0.5, 0.99]) * (values.size - 1)).astype(int)
+    middle = np.sort(values)[ranks]  # some may be infinite
+    print(
+        "\ntimescales 1/(1-f) at the start, 1%, 50%, 99% of units: "
+        + ", ".join(f"{v:.3g}" for v in middle)
+    )
+    if law is not None:
+        print(f"distance from {law.name}: {gate_theory.distance(values, law):.3f}")
+    of = "of r, " if isinstance(cell, GATO) else ""
+    figures.timescales(
+        values,
+        law,
+        gate_theory.table_4(),
+        f"{name}  ·  decay periods {of}at the start, {values.size} units",
+        out / "timescales.png",
+    )
+    return ["timescales.png"]
+
+
+def refine_gate(given: Mapping[str, Any], out: Path) -> None:
+    """Prints what UR-gates' propositions say and what holds, and draws its Figure 2.
+
+    Args:
+      given: the binary's flags by name.
+      out: the directory of the figure.
+    """
+    first = gate_theory.proposition_1(jax.random.key(given["seed"]))
+    grid = np.linspace(0.01, 0.99, 99)
+    second = gate_theory.proposition_2(grid)
+    shortest = second["shortest"] / (second["period"] / 2)
+    longest = second["longest"] / second["period"] ** 2
+    third = gate_theory.proposition_3()
+    fourth = gate_theory.proposition_4(grid[:, None], grid[None])
+    apart = np.abs(fourth["master_gate"] - fourth["refine_gate"]).max()
+    bounds = gate_theory.gradient_bounds(grid)
+    lines = [
+        f"proposition 1: decay periods of uniform gates are Pareto of shape {first['shape']:.3f} "
+        f"(1), Kolmogorov-Smirnov distance {first['distance']:.4f}",
+        f"proposition 2: the shortest refined period is {shortest.min():.3f} to "
+        f"{shortest.max():.3f} times D/2, the longest {longest.min():.3f} times D^2",
+        f"proposition 3: E[f^ + i^] = {third['sum']:.4f} (5/6 = {5 / 6:.4f}), "
+        f"E[f^] = {third['f']:.4f} (5/12 = {5 / 12:.4f})",
+        f"proposition 4: tied, rescaled master gates and the refine gate differ by {apart:.1e}",
+        f"gradient with a refine gate over that without: {bounds.lower_ratio.min():.3f} to "
+        f"{bounds.upper_ratio.max():.3f}",
+    ]
+    print("\n".join(lines))
+    figures.refine_gate(out / "refine_gate.png")
+    print(f"\ndrew {out / 'refine_gate.png'}")
+
+
+def sentence(error: Exception) -> str:
+    """The first line of an error, with its kind."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else f"{type(error).__name__}."

@@ -1,0 +1,56 @@
+"""Adding."""
+
+from __future__ import annotations
+
+from experiments.protocols.settings import ANY, LIBRARY_CELLS, TORCH_CELLS, Protocol, Sourced
+
+_GATO_ADDING = {
+    **ANY,
+    "cell": Sourced("gato", "GATO 5.3: two-layer GATO"),
+    "length": Sourced(100, "GATO 5.3: T = 100, or 200, 400, 750 with --length"),
+    "held_out_sequences": Sourced(1000, "GATO 5.3"),
+    "hidden_size": Sourced(512, "GATO 5.3"),
+    "embedding": Sourced(0, "GATO 5.3: no embeddings"),
+    "decoder": Sourced((256,), "GATO 5.3: one hidden layer of size 256"),
+    "steps": Sourced(3125, "GATO 5.3: 200,000 examples, in batches of 64"),
+    "batch_size": Sourced(64, "GATO B.5"),
+    "learning_rates": Sourced((4e-3,), "GATO B.3"),
+    "clip_norm": Sourced(0.0, "GATO B.8: no clipping"),
+    "halve_every": Sourced(10_000, "GATO B.3"),
+    "eval_every": Sourced(125, "ours: 25 points on the curve"),
+}
+UR_ADDING = {
+    **ANY,
+    "cell": Sourced("ur_lstm", "UR 3.1"),
+    "length": Sourced(2000, "UR Figure 3: N = 2000"),
+    "held_out_sequences": Sourced(1000, "ours: as in GATO 5.3"),
+    "hidden_size": Sourced(256, "UR D.1"),
+    "embedding": Sourced(0, "ours: the inputs are numbers"),
+    "decoder": Sourced((), "ours: UR names none for the synthetic tasks"),
+    "steps": Sourced(20_000, "ours: not in the paper"),
+    "batch_size": Sourced(64, "ours: not in the paper"),
+    "learning_rates": Sourced((1e-3,), "UR D.1"),
+    "clip_norm": Sourced(1.0, "UR D.1"),
+    "eval_every": Sourced(250, "ours: 80 points on the curve"),
+}
+
+ADDING = {
+    "gato": Protocol(
+        settings=_GATO_ADDING,
+        cells=TORCH_CELLS,
+    ),
+    "ur": Protocol(
+        settings=UR_ADDING,
+        cells=LIBRARY_CELLS,
+    ),
+    "small": Protocol(
+        settings={
+            **_GATO_ADDING,
+            "length": Sourced(50, "ours: a size that two cores learn in a minute"),
+            "hidden_size": Sourced(128, "ours: as length"),
+            "steps": Sourced(500, "ours: as length"),
+            "eval_every": Sourced(20, "ours: 25 points on the curve"),
+        },
+        cells=TORCH_CELLS,
+    ),
+}

@@ -1,0 +1,141 @@
+"""cuDNN's LSTM through ``jax.experimental.rnn``, for the plain LSTM on an NVIDIA GPU.
+
+cuDNN computes c = sigmoid(f) * c + sigmoid(i) * tanh(u), h = sigmoid(o) * tanh(c) (h-detach, eq.
+1-2) over a whole sequence and returns every h but only the last c; whatever acts between two
+steps, or asks for every c, needs another backend. Products use TF32 as XLA's own on a GPU do:
+unless ``jax_default_matmul_precision`` forbids it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+from jax.experimental import rnn
+
+from recurrent_gates.base import Carry, Params
+from recurrent_gates.carry import CarryFn
+from recurrent_gates.cells import LSTM, LSTMState
+from recurrent_gates.scan import Request, Segment, Settings, Stream
+
+_SLOTS = ("i", "f", "u", "o")  # cuDNN's order, as torch's
+_PRECISIONS = (None, "high", "highest", "float32", "tensorfloat32")
+
+
+def unsupported(request: Request) -> str | None:
+    """Why this backend does not serve a request, in one sentence; None if it does."""
+    cell, stream = request.settings.cell, request.stream
+    if type(cell) is not LSTM:
+        return f"{type(cell).__name__} is not the plain LSTM."
+    gate = cell.gate
+    if not cell.forget_gate or set(gate.slots(cell.features)) != {"f", "i"}:
+        return "cuDNN's LSTM has a forget and a free input gate and no other."
+    if gate.activation != "sigmoid" or (cell.activation, cell.output_activation) != (jnp.tanh,) * 2:
+        return "cuDNN's LSTM has sigmoid gates and tanh elsewhere."
+    if request.carry_fns:
+        return "cuDNN lets nothing act on the carry between two steps."
+    if stream.valid is not None or stream.resets is not None:
+        return "cuDNN takes no masks and no resets."
+    if request.keep_carries:
+        return "cuDNN returns the last c alone, not all carries."
+    if jnp.ndim(request.xs) != 3:
+        return f"inputs must be [T, B, D], got shape {jnp.shape(request.xs)}."
+    arrays = jax.tree.leaves((request.params, request.xs, request.carry))
+    dtypes = {jnp.dtype(a.dtype) for a in arrays} | {jnp.dtype(cell.dtype or jnp.float32)}
+    if dtypes != {jnp.dtype(jnp.float32)}:
+        return f"cuDNN's LSTM is float32, got {', '.join(sorted(d.name for d in dtypes))}."
+    config: Any = jax.config
+    if config.jax_default_matmul_precision not in _PRECISIONS:
+        return f"it has no precision {config.jax_default_matmul_precision!r}."
+    return None if _has_cuda() else "it needs an NVIDIA GPU."
+
+
+def _has_cuda() -> bool:
+    """Whether the default devices are NVIDIA's."""
+    return "cuda" in jax.devices()[0].client.platform_version.lower()
+
+
+def chunk(request: Request) -> int | None:
+    """The steps per rematerialised chunk that this backend wants: none."""
+    del request
+    return None
+
+
+def segment(
+    settings: Settings,
+    params: Params,
+    xs: jax.Array,
+    carry: LSTMState,
+    fresh: Carry,
+    carry_fns: tuple[CarryFn, ...],
+    stream: Stream,
+    keep_carries: bool,
+) -> Segment:
+    """A stretch of time; same contract as ``scan_segment``."""
+    del fresh, carry_fns, stream, keep_carries  # see unsupported
+    assert isinstance(settings.cell, LSTM)
+    xs = jnp.flip(xs, 0) if settings.reverse else xs
+    ys, h, c = _lstm(pack(settings.cell, params), xs, carry.h, carry.c)
+    ys = jnp.flip(ys, 0) if settings.reverse else ys
+    return Segment(LSTMState(c, h), ys, None)
+
+
+def pack(cell: LSTM, params: Params) -> jax.Array:
+    """Parameters as cuDNN's one vector: W_ih ``[4F, D]``, W_hh ``[4F, F]``, b_ih, b_hh ``[4F]``.
+
+    The first bias holds all biases, a gate's own included; the second is zeros.
+    """
+    second, own = params.get("recurrent_bias", {}), cell.gate.offsets(params.get("gate", {}))
+
+    def bias(slot: str) -> jax.Array:
+        more = [biases[slot] for biases in (second, own) if slot in biases]
+        return sum(more, start=params["bias"][slot])
+
+    pieces = [
+        params[role][slot].T.ravel() for role in ("kernel", "recurrent_kernel") for slot in _SLOTS
+    ]
+    pieces += [bias(slot) for slot in _SLOTS]
+    return jnp.concatenate([*pieces, jnp.zeros_like(pieces[-1], shape=4 * cell.features)])
+
+
+# Lanes of a vmap run one after the other: the primitives of jax.experimental.rnn have no rule for
+# batching. That wrapper has none for gradients, so both passes are wrapped, inside a custom_vjp.
+
+
+@jax.custom_vjp
+def _lstm(
+    weights: jax.Array, xs: jax.Array, h: jax.Array, c: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Weights, xs ``[T, B, D]``, h and c ``[B, F]`` -> ys ``[T, B, F]`` and the last h and c."""
+    out, _ = _forward(weights, xs, h, c)
+    return out
+
+
+@sequential_vmap
+def _forward(weights: jax.Array, xs: jax.Array, h: jax.Array, c: jax.Array) -> tuple[Any, Any]:
+    steps, batch, _ = xs.shape
+    lengths = jnp.full((batch,), steps, jnp.int32)
+    (ys, last_h, last_c), kept = rnn.lstm_fwd(
+        jnp.swapaxes(xs, 0, 1), h[None], c[None], weights, lengths, *_sizes(xs, h)
+    )
+    return (jnp.swapaxes(ys, 0, 1), last_h[0], last_c[0]), kept
+
+
+@sequential_vmap
+def _backward(kept: Any, cotangents: tuple[jax.Array, jax.Array, jax.Array]) -> tuple:
+    d_ys, d_h, d_c = cotangents
+    xs, h, *_ = kept
+    d_xs, d_h, d_c, d_weights, _ = rnn.lstm_bwd(
+        *_sizes(xs, h), kept, (jnp.swapaxes(d_ys, 0, 1), d_h[None], d_c[None])
+    )
+    return d_weights, jnp.swapaxes(d_xs, 0, 1), d_h[0], d_c[0]
+
+
+_lstm.defvjp(_forward, _backward)
+
+
+def _sizes(xs: jax.Array, h: jax.Array) -> tuple[int, int, int, float, bool, None]:
+    """Static arguments: D, F, layers, dropout, bidirectional, precision (the default's)."""
+    return xs.shape[-1], h.shape[-1], 1, 0.0, False, None

@@ -1,0 +1,232 @@
+"""GATO's two-layer increment as Pallas kernels: its k * J hidden units never leave the chip.
+
+Every row (a step of an example) is by itself once r is known, so the kernels have no loop over
+time. A program holds the first layer of a block of units and passes tiles of rows by it, one
+hidden unit of all of them at a time. The backward kernel computes the hidden units again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from recurrent_gates.backends.pallas_loop import ON_CHIP, compiler_params, on_platform
+from recurrent_gates.base import Params
+from recurrent_gates.shapes import lead
+
+MOST_FIRST_LAYER = 4096
+"""The largest k times (padded) D that a kernel holds for a block of 128 units."""
+
+TILE = 32
+"""Rows at a time: with a block of units, what the registers hold."""
+
+
+def two_layer_increment(params: Params, r: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
+    """``TwoLayer()(params, r, project(params, x))``: softplus(F(x, r)) (GATO, eq. 6).
+
+    Args:
+      params: of a ``TwoLayer``, k hidden units for each of J.
+      r: ``[T, B, J]``, float32 or wider.
+      x: inputs ``[T, B, D]``.
+      dtype: dtype of the product with x; None: that of x and the kernel together.
+
+    Returns:
+      ``[T, B, J]`` in r's dtype.
+    """
+    kernel, out = params["kernel"]["s"], params["out_kernel"].astype(r.dtype)
+    dtype = dtype or jnp.result_type(x, kernel)
+    hidden, units = out.shape
+    bias = params["bias"]["s"]
+    if "recurrent_bias" in params:
+        bias = bias + params["recurrent_bias"]["s"]
+    # The bias is the weight of a feature that is 1; more zeros make it fit tensor cores.
+    features = x.shape[-1]
+    padding = padded_features(features) - features - 1
+    x = jnp.concatenate([x.astype(dtype), jnp.ones((*x.shape[:-1], 1), dtype)], axis=-1)
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, padding)))
+    first = jnp.concatenate([kernel.astype(dtype), bias.astype(dtype)[None]])
+    first = jnp.pad(first, ((0, padding), (0, 0))).reshape(-1, hidden, units).swapaxes(0, 1)
+    on_r = params["recurrent_kernel"]["s"].astype(r.dtype).reshape(hidden, units)
+    rows = (x.reshape(-1, x.shape[-1]), r.reshape(-1, units))
+    total = _two_layer_sum(*rows, first, on_r, out).reshape(r.shape)
+    total = total + lead(params["out_bias"].astype(total.dtype), total)
+    return jax.nn.softplus(total)  # GATO eq. (6)
+
+
+def padded_features(features: int) -> int:
+    """Rows of a block of the first layer: inputs and bias, a power of two and at least 16."""
+    return max(16, 1 << features.bit_length())
+
+
+@jax.custom_vjp
+def _two_layer_sum(
+    x: jax.Array, r: jax.Array, first: jax.Array, on_r: jax.Array, out: jax.Array
+) -> jax.Array:
+    """sum_i out_i * relu(x first_i + on_r_i * r).
+
+    x ``[N, D]``, r ``[N, J]``, first ``[k, D, J]``, on_r and out ``[k, J]`` -> ``[N, J]``.
+    """
+    return on_platform(_forward_call, x, r, first, on_r, out)
+
+
+def _forward(*inputs: jax.Array) -> tuple[jax.Array, Any]:
+    return _two_layer_sum(*inputs), inputs
+
+
+def _backward(inputs: Any, d_total: jax.Array) -> tuple:
+    return on_platform(_backward_call, *inputs, d_total)
+
+
+_two_layer_sum.defvjp(_forward, _backward)
+
+
+def _forward_call(platform: str, x: Any, r: Any, first: Any, on_r: Any, out: Any) -> jax.Array:
+    count, (hidden, depth, units) = r.shape[0], first.shape
+    rows, block = _blocks(platform, count, first, backward=False)
+    x, r = _whole(x, rows), _whole(r, rows)
+
+    def kernel(x_ref, r_ref, first_ref, on_r_ref, out_ref, total_ref):
+        def tile(n: Any, _: None) -> None:
+            at = pl.ds(n * TILE, TILE)
+            x, r = x_ref[at, :], r_ref[at, :]
+
+            def unit(i: Any, total: jax.Array) -> jax.Array:
+                one = pl.ds(i, 1)
+                before = _dot(x, first_ref[i], 1, 0, r.dtype) + on_r_ref[one, :] * r
+                return total + out_ref[one, :] * jnp.maximum(before, 0)
+
+            total_ref[at, :] = jax.lax.fori_loop(0, hidden, unit, jnp.zeros_like(r))
+
+        jax.lax.fori_loop(0, rows // TILE, tile, None)
+
+    by_unit = pl.BlockSpec((hidden, block), lambda u, n: (0, u))
+    total = pl.pallas_call(
+        kernel,
+        grid=(units // block, x.shape[0] // rows),
+        in_specs=[
+            pl.BlockSpec((rows, depth), lambda u, n: (n, 0)),
+            pl.BlockSpec((rows, block), lambda u, n: (n, u)),
+            pl.BlockSpec((hidden, depth, block), lambda u, n: (0, 0, u)),
+            by_unit,
+            by_unit,
+        ],
+        out_specs=pl.BlockSpec((rows, block), lambda u, n: (n, u)),
+        out_shape=jax.ShapeDtypeStruct(r.shape, r.dtype),
+        compiler_params=compiler_params(platform, 2, state=False),
+        interpret=platform == "cpu",
+    )(x, r, first, on_r, out)
+    return total[:count]
+
+
+def _backward_call(
+    platform: str, x: Any, r: Any, first: Any, on_r: Any, out: Any, d_total: Any
+) -> tuple[jax.Array, ...]:
+    count, (hidden, depth, units) = r.shape[0], first.shape
+    rows, block = _blocks(platform, count, first, backward=True)
+    x, r, d_total = (_whole(a, rows) for a in (x, r, d_total))
+    blocks = x.shape[0] // rows
+    # On a TPU one program after another adds to the weights' gradients; on a GPU all run at
+    # once and each has its own, added up at the end.
+    parts, in_turn = (blocks, 1) if platform == "cuda" else (1, blocks)
+
+    def kernel(
+        x_ref, r_ref, d_total_ref, first_ref, on_r_ref, out_ref,
+        d_x_ref, d_r_ref, d_first_ref, d_on_r_ref, d_out_ref,
+    ):  # fmt: skip
+        @pl.when(pl.program_id(2) == 0)
+        def _() -> None:
+            for ref in (d_first_ref, d_on_r_ref, d_out_ref):
+                ref[...] = jnp.zeros(ref.shape, ref.dtype)
+
+        def tile(n: Any, _: None) -> None:
+            at = pl.ds(n * TILE, TILE)
+            x, r, d_total = x_ref[at, :], r_ref[at, :], d_total_ref[at, :]
+
+            def unit(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+                d_x, d_r = sums
+                one = pl.ds(i, 1)
+                before = _dot(x, first_ref[i], 1, 0, r.dtype) + on_r_ref[one, :] * r
+                d_out_ref[0, one, :] += jnp.sum(
+                    d_total * jnp.maximum(before, 0), axis=0, keepdims=True
+                )
+                d_before = jnp.where(before > 0, d_total * out_ref[one, :], 0)
+                d_on_r_ref[0, one, :] += jnp.sum(d_before * r, axis=0, keepdims=True)
+                d_r = d_r + d_before * on_r_ref[one, :]
+                d_before = d_before.astype(x.dtype)
+                d_first_ref[0, i] += _dot(x, d_before, 0, 0, r.dtype)
+                return d_x + _dot(d_before, first_ref[i], 1, 1, r.dtype), d_r
+
+            zeros = (jnp.zeros(x.shape, r.dtype), jnp.zeros_like(r))
+            d_x_ref[0, at, :], d_r_ref[at, :] = jax.lax.fori_loop(0, hidden, unit, zeros)
+
+        jax.lax.fori_loop(0, rows // TILE, tile, None)
+
+    def row(p: Any, n: Any) -> Any:
+        return p * in_turn + n
+
+    by_unit = pl.BlockSpec((hidden, block), lambda p, u, n: (0, u))
+    by_row = pl.BlockSpec((rows, block), lambda p, u, n: (row(p, n), u))
+    part = pl.BlockSpec((1, hidden, block), lambda p, u, n: (p, 0, u))
+    sums = jax.ShapeDtypeStruct((parts, hidden, units), r.dtype)
+    d_x, d_r, d_first, d_on_r, d_out = pl.pallas_call(
+        kernel,
+        grid=(parts, units // block, in_turn),
+        in_specs=[
+            pl.BlockSpec((rows, depth), lambda p, u, n: (row(p, n), 0)),
+            by_row,
+            by_row,
+            pl.BlockSpec((hidden, depth, block), lambda p, u, n: (0, 0, u)),
+            by_unit,
+            by_unit,
+        ],
+        out_specs=[
+            pl.BlockSpec((1, rows, depth), lambda p, u, n: (u, row(p, n), 0)),
+            by_row,
+            pl.BlockSpec((1, hidden, depth, block), lambda p, u, n: (p, 0, 0, u)),
+            part,
+            part,
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((units // block, *x.shape), r.dtype),
+            jax.ShapeDtypeStruct(r.shape, r.dtype),
+            jax.ShapeDtypeStruct((parts, *first.shape), r.dtype),
+            sums,
+            sums,
+        ],
+        compiler_params=compiler_params(platform, 3, state=True),
+        interpret=platform == "cpu",
+    )(x, r, d_total, first, on_r, out)
+    d_x, d_first, d_on_r, d_out = (a.sum(axis=0) for a in (d_x, d_first, d_on_r, d_out))
+    return d_x[:count].astype(x.dtype), d_r[:count], d_first.astype(first.dtype), d_on_r, d_out
+
+
+def _dot(a: jax.Array, b: jax.Array, over_a: int, over_b: int, dtype: Any) -> jax.Array:
+    """The product of two matrices over an axis of each."""
+    axes = (((over_a,), (over_b,)), ((), ()))
+    return jax.lax.dot_general(a, b, axes, preferred_element_type=dtype)
+
+
+def _blocks(platform: str, count: int, first: jax.Array, *, backward: bool) -> tuple[int, int]:
+    """Rows and units of a program."""
+    hidden, depth, units = first.shape
+    if platform == "cuda":
+        most, block = (1024 if backward else 256), math.gcd(units, 64)
+    else:
+        most, block = 512, units
+        fits = ON_CHIP // 2 // (hidden * depth * 4 * (4 if backward else 2))
+        if units > fits:
+            block = 128
+    rows = math.gcd(count, most)
+    if rows < min(4 * TILE, most):  # else whole blocks, with rows of zeros
+        rows = min(most, -(-count // TILE) * TILE)
+    return rows, block
+
+
+def _whole(a: jax.Array, rows: int) -> jax.Array:
+    """With rows of zeros up to whole blocks."""
+    padding = -a.shape[0] % rows
+    return jnp.pad(a, ((0, padding), (0, 0))) if padding else a

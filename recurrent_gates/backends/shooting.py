@@ -1,0 +1,300 @@
+"""Recurrences whose units do not interact, solved for all blocks of time at once.
+
+With a diagonal Jacobian each unit is a scalar recurrence c_t = f_t(c_{t-1}). Time is cut into N
+blocks of L steps; F_n is what block n makes of the value u_n that it starts from. The starts are
+the unknowns of u_{n+1} = F_n(u_n), and a Newton iteration solves them together:
+
+    u'_{n+1} = F_n(u_n) + D_n (u'_n - u_n),    D_n = dF_n / du_n,
+
+a linear recurrence over blocks, solved by an associative scan. With L = 1 this is DEER (Lim et
+al., 2023, "Parallelizing non-linear sequential models over the sequence length"); with blocks it
+is multiple shooting. The depth is L + log N. A pass over the blocks reads each input once and
+writes each value once, where a scan over all T steps makes a dozen passes; the values inside a
+block are those of the plain loop, so a solution is one to the last roundings; and D_n is a product
+of L slopes, which is next to 0 wherever the recurrence forgets, so one pass is often enough.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from recurrent_gates.backends.blocks import (
+    Step,
+    Tree,
+    follow,
+    in_sequence,
+    join,
+    shoot_all,
+    split,
+)
+
+WARM_UP = 32
+"""Steps before a block that give the first guess of its start."""
+
+PASSES = 12
+"""The most passes over the blocks before what is left is run in sequence."""
+
+PLAIN = 3
+"""Passes after which slopes are clipped to [-1, 1]."""
+
+ROUNDINGS = 8
+"""How far a block may start from where the block before ends, in roundings of the dtype."""
+
+
+class Report(NamedTuple):
+    """How a recurrence of N blocks was solved; blocks are in the order of the recurrence.
+
+    Attributes:
+      passes: int, passes over the blocks after the first guess; more than ``PLAIN`` where plain
+        Newton was not enough and starts were searched for.
+      gaps: float ``[N]``, by how much each block's start missed the end of the block before it
+        after the last pass, relative to the unit's largest end.
+      damped: bool ``[N]``, blocks in which a slope was clipped.
+      fell_back: bool ``[N]``, blocks that were run again in sequence.
+    """
+
+    passes: jax.Array
+    gaps: jax.Array
+    damped: jax.Array
+    fell_back: jax.Array
+
+
+def solve(
+    step: Step,
+    start: Tree,
+    inputs: Tree,
+    *,
+    linear: bool = False,
+    reverse: bool = False,
+    unroll: int = 1,
+) -> tuple[Tree, Tree, Report]:
+    """All values of c_t = step(c_{t-1}, inputs_t), by Newton's method on the blocks' starts.
+
+    Where plain iterations are not enough, starts are searched for from both sides (``_search``),
+    and slopes are clipped to [-1, 1] from then on, as ELK damps its own (Gonzalez et al., 2024,
+    "Towards scalable and stable parallelization of nonlinear RNNs"); the solution is the same.
+    Blocks that still do not fit the block before them are run again in sequence, so the result
+    is always that of the loop.
+
+    Args:
+      step: the recurrence; entry j of each leaf of its result depends on entry j of that leaf
+        of c alone. A slope that is wrong costs passes, not correctness.
+      start: c before the first step, a tree of floats.
+      inputs: a tree with leading axis T.
+      linear: whether step is affine in c, for which plain iterations are enough.
+      reverse: from the last step to the first.
+      unroll: steps per iteration of the loops.
+
+    Returns:
+      (last value, all values ``[T, ...]``, ``Report``).
+    """
+    blocks, rest = split(start, inputs, reverse)
+    count, length = jax.tree.leaves(blocks)[0].shape[:2]
+    if count == 0:
+        last, states = in_sequence(step, start, rest, reverse, unroll)
+        none = jnp.zeros((0,), bool)
+        gaps = jnp.zeros((0,), jax.tree.leaves(start)[0].dtype)
+        return last, states, Report(jnp.asarray(0), gaps, none, none)
+    shoot = functools.partial(shoot_all, step, reverse=reverse, unroll=unroll)
+
+    warm_up = min(WARM_UP, length)
+    before_end = slice(None, warm_up) if reverse else slice(length - warm_up, None)
+    guess = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), start)
+    ends, _, _ = shoot(guess, None, jax.tree.map(lambda x: x[:, before_end], blocks))
+    starts = follow(start, ends)
+    # The first correction takes every slope as 0, so that the first pass need not have them.
+    slopes = jax.tree.map(jnp.zeros_like, starts)
+    ends, _, states = shoot(starts, None, blocks)
+    gaps = _gaps(starts, ends, _scale(ends))
+
+    def go_on(state: Any) -> jax.Array:
+        passes, gaps = state[0], state[1]
+        return (passes < PASSES) & jnp.any(gaps > _tolerance(gaps))
+
+    def correct(state: Any) -> Any:
+        passes, _, damped, starts, ends, slopes, _ = state
+        if linear:
+            starts = _newton(starts, ends, slopes)
+        else:
+            damp = passes > PLAIN
+            clipped = jax.tree.map(lambda d: jnp.where(damp, jnp.clip(d, -1, 1), d), slopes)
+            damped = damped | _any_differs(clipped, slopes)
+            starts = jax.lax.cond(
+                passes == PLAIN,
+                lambda: _search(shoot, starts, ends, blocks),
+                lambda: _newton(starts, ends, clipped),
+            )
+        ones = jax.tree.map(jnp.ones_like, starts)
+        ends, slopes, states = shoot(starts, ones, blocks)
+        gaps = _gaps(starts, ends, _scale(ends))
+        return passes + 1, gaps, damped, starts, ends, slopes, states
+
+    none = jnp.zeros((count,), bool)
+    passes, gaps, damped, starts, ends, _, states = jax.lax.while_loop(
+        go_on, correct, (jnp.asarray(1), gaps, none, starts, ends, slopes, states)
+    )
+
+    scale = _scale(ends)
+
+    def unfit(state: Any) -> jax.Array:
+        return jnp.any(state[0] > _tolerance(gaps))
+
+    def run_again(state: Any) -> Any:
+        gaps, fell_back, starts, ends, states = state
+        n = jnp.argmax(gaps > _tolerance(gaps))  # never 0: the first block's start is given
+        at = count - 1 - n if reverse else n
+        first = jax.tree.map(lambda x: x[n - 1], ends)
+        block = jax.tree.map(lambda x: x[at], blocks)
+        end, inside = in_sequence(step, first, block, reverse, unroll)
+        starts, ends = (
+            jax.tree.map(lambda all_, one: all_.at[n].set(one), many, one)
+            for many, one in ((starts, first), (ends, end))
+        )
+        states = jax.tree.map(lambda all_, one: all_.at[at].set(one), states, inside)
+        return _gaps(starts, ends, scale), fell_back.at[n].set(True), starts, ends, states
+
+    # A loop and not a cond, which vmap would turn into running it always.
+    _, fell_back, _, ends, states = jax.lax.while_loop(
+        unfit, run_again, (gaps, none, starts, ends, states)
+    )
+    last, states = join(step, ends, states, rest, reverse, unroll)
+    return last, states, Report(passes, gaps, damped, fell_back)
+
+
+def add_up(
+    step: Step,
+    bounded: Callable[[Tree], Tree],
+    start: Tree,
+    inputs: Tree,
+    *,
+    reverse: bool = False,
+    unroll: int = 1,
+) -> tuple[Tree, Tree]:
+    """All values of a recurrence with step(c, x) = bounded(a(x) c + b(x)), in two passes.
+
+    The first gives each block's sum, the second starts from the sums of the blocks before.
+
+    Args:
+      step: the recurrence.
+      bounded: takes values back into their range, or the identity; bounded(bounded(p) + q) =
+        bounded(p + q).
+      start, inputs, reverse, unroll: as in ``solve``.
+
+    Returns:
+      (last value, all values ``[T, ...]``).
+    """
+    blocks, rest = split(start, inputs, reverse)
+    count = jax.tree.leaves(blocks)[0].shape[0]
+    if count == 0:
+        return in_sequence(step, start, rest, reverse, unroll)
+    shoot = functools.partial(shoot_all, step, reverse=reverse, unroll=unroll)
+    zeros = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), start)
+    sums, slopes, _ = shoot(follow(start, zeros), jax.tree.map(jnp.ones_like, zeros), blocks)
+
+    def combine(early: Any, late: Any) -> Any:
+        (a1, b1), (a2, b2) = early, late
+        # A slope of 0, a reset, stops NaN too.
+        total = jax.tree.map(lambda b1, a2, b2: jnp.where(a2 == 0, b2, a2 * b1 + b2), b1, a2, b2)
+        return jax.tree.map(jnp.multiply, a1, a2), bounded(total)
+
+    _, ends = jax.lax.associative_scan(combine, (slopes, sums))
+    ends, _, states = shoot(follow(start, ends), None, blocks)
+    return join(step, ends, states, rest, reverse, unroll)
+
+
+# Newton's method on the starts of the blocks.
+
+
+def _newton(starts: Tree, ends: Tree, slopes: Tree) -> Tree:
+    """The starts that fit the blocks' linear models, u'_{n+1} = F_n + D_n (u'_n - u_n)."""
+
+    def solve(start: jax.Array, end: jax.Array, slope: jax.Array) -> jax.Array:
+        def combine(early: Any, late: Any) -> Any:
+            (a1, b1), (a2, b2) = early, late
+            return a1 * a2, a2 * b1 + b2
+
+        # In v = u' - u, which is small: v_{n+1} = D_n v_n + (F_n - u_{n+1}), v_0 = 0.
+        missed = end[:-1] - start[1:]
+        _, after = jax.lax.associative_scan(combine, (slope[:-1], missed))
+        moved = jnp.concatenate([jnp.zeros_like(after[:1]), after])[:-1]
+        new = end[:-1] + slope[:-1] * moved
+        # A product of slopes may overflow: then without them, as in the first pass.
+        new = jnp.where(jnp.isfinite(new), new, end[:-1])
+        return jnp.concatenate([start[:1], new])
+
+    return jax.tree.map(solve, starts, ends, slopes)
+
+
+def _search(shoot: Any, starts: Tree, ends: Tree, blocks: Tree) -> Tree:
+    """Starts for units that hold one of two states, and that Newton's method has in the wrong one.
+
+    Such a unit forgets where in a basin a block started, but not in which. So the blocks are run
+    from both sides; where two runs of block n end, block n + 1 has two candidates for its start,
+    and each candidate's end lies next to a candidate of the block after. These maps of two
+    candidates to two are composed by an associative scan from the given first start.
+    """
+    first = jax.tree.map(lambda x: x[0], starts)
+    count = jax.tree.leaves(starts)[0].shape[0]
+    sides = jax.tree.map(
+        lambda s: jnp.broadcast_to(jnp.stack([-s, s])[:, None], (2, count, *s.shape)), _scale(ends)
+    )
+    run = jax.vmap(lambda starts: follow(first, shoot(starts, None, blocks)[0]))
+    _, runs = jax.lax.scan(lambda starts, _: (run(starts),) * 2, sides, length=2)
+    candidates = jax.tree.map(lambda x: x[0], runs)
+    reached = jax.tree.map(lambda x: x[1], runs)
+
+    def choose(start: jax.Array, end: jax.Array, candidate: jax.Array, reached: jax.Array) -> Any:
+        away = jnp.abs(reached[:, None, 1:] - candidate[None, :, 1:])  # [from, to, N - 1, ...]
+        upper = away[:, 1] < away[:, 0]
+
+        def combine(early: Any, late: Any) -> Any:
+            return tuple(jnp.where(one, late[1], late[0]) for one in early)
+
+        chosen, _ = jax.lax.associative_scan(combine, (upper[0], upper[1]))
+        found = jnp.where(chosen, candidate[1, 1:], candidate[0, 1:])
+        return jnp.concatenate([start[:1], found])
+
+    return jax.tree.map(choose, starts, ends, candidates, reached)
+
+
+def _tolerance(gaps: jax.Array) -> Any:
+    return ROUNDINGS * jnp.finfo(gaps.dtype).eps
+
+
+def _scale(ends: Tree) -> Tree:
+    """The largest finite |end| of each unit."""
+
+    def scale(end: jax.Array) -> jax.Array:
+        size = jnp.max(jnp.where(jnp.isfinite(end), jnp.abs(end), 0), axis=0)
+        return jnp.maximum(size, jnp.finfo(end.dtype).tiny)
+
+    return jax.tree.map(scale, ends)
+
+
+def _gaps(starts: Tree, ends: Tree, scale: Tree) -> jax.Array:
+    """The largest |end of the block before - start| / scale of each block, ``[N]``."""
+
+    def gap(start: jax.Array, end: jax.Array, scale: jax.Array) -> jax.Array:
+        known, reached = start[1:], end[:-1]
+        missed = jnp.abs(reached - known) / scale[None]
+        missed = jnp.where(jnp.isnan(missed), jnp.inf, missed)
+        # A run that has diverged is solved too: NaN follows NaN.
+        same = (reached == known) | (jnp.isnan(reached) & jnp.isnan(known))
+        missed = jnp.where(same, 0, missed)
+        return jnp.max(missed.reshape(missed.shape[0], -1), axis=1, initial=0)
+
+    worst = functools.reduce(jnp.maximum, jax.tree.leaves(jax.tree.map(gap, starts, ends, scale)))
+    return jnp.concatenate([jnp.zeros_like(worst[:1]), worst])
+
+
+def _any_differs(a: Tree, b: Tree) -> jax.Array:
+    """Whether any unit of a block differs, ``[N]``; NaN is no difference."""
+    found = jax.tree.map(
+        lambda a, b: jnp.any(((a < b) | (a > b)).reshape(a.shape[0], -1), axis=1), a, b
+    )
+    return functools.reduce(jnp.logical_or, jax.tree.leaves(found))

@@ -1,0 +1,417 @@
+"""The newton backend against the scan: values, gradients, convergence, and what it reports."""
+
+import functools
+import itertools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import recurrent_gates as rg
+from recurrent_gates.backends import blocks, newton, shooting
+from tests.support import array, assert_close, parameters, quick_jit, randomize, state
+from tests.test_carry import Scale
+from tests.test_gato import Count, StoreAtCount
+
+STEPS, BATCH, INPUTS, FEATURES = 37, 2, 2, 4
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+class Leaky(rg.Cell):
+    """A diagonal cell in a few lines, whose carry is a bare array."""
+
+    features: int = FEATURES
+
+    @property
+    def diagonal(self):
+        return True
+
+    def init_params(self, key, in_features):
+        return {"W": jax.random.normal(key, (in_features, self.features)), "a": jnp.ones(4)}
+
+    def initial(self, batch_shape):
+        return jnp.zeros((*batch_shape, self.features))
+
+    def step(self, params, carry, z_t):
+        a = params["a"].reshape((1,) * (carry.ndim - 1) + (-1,))
+        return 0.8 * carry + jnp.tanh(a * carry + z_t @ params["W"])
+
+
+class Grow(Leaky):
+    """A linear cell that doubles its carry every 7 steps."""
+
+    def step(self, params, carry, z_t):
+        return 1.1 * carry + z_t @ params["W"]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Blocks of 5 or 6 steps, so that short sequences have several and a rest."""
+    monkeypatch.setattr(blocks, "BLOCK", 5)
+    monkeypatch.setattr(shooting, "WARM_UP", 2)
+
+
+CELLS = {
+    "gato1": lambda **how: rg.CELLS["gato1"](FEATURES, bias_vectors=2, **how),
+    "gato2": lambda **how: rg.CELLS["gato2"](FEATURES, hidden=3, **how),
+    "own": lambda **how: Leaky(),
+    "linear": lambda **how: Grow(),
+}
+
+
+def build(name):
+    return CELLS[name](param_dtype=jnp.float64)
+
+
+def masks(seed, probability, *shape):
+    return jnp.asarray(np.random.default_rng(seed).random(shape) < probability)
+
+
+def per_step(*shape):
+    return masks(4, 0.5, STEPS, *shape)
+
+
+SOME = masks(3, 0.8, STEPS, BATCH)
+RESETS = masks(5, 0.1, STEPS, BATCH)
+WIDTH = FEATURES // 2
+HOW = {
+    "plain": dict(unroll=2),
+    "lengths": dict(lengths=jnp.asarray([0, STEPS - 9]), reverse=True, return_carries="all"),
+    "chunks": dict(remat=16, return_carries="all", resets=RESETS, reverse=True),
+    "detach": dict(
+        carry_fns=(rg.Detach(p=0.5, field="r"), rg.Detach(p=0.5, field="s", per_example=True)),
+        noise=(per_step(), per_step(BATCH)),
+        resets=RESETS,
+        valid=SOME,
+    ),
+    "damp": dict(
+        carry_fns=(rg.Damp(p=0.4, field="r"), rg.Damp(p=0.3, field="s")), noise=(None, None)
+    ),
+    "zoneout": dict(
+        carry_fns=(
+            rg.Zoneout(p=0.5, field="s"),
+            rg.Zoneout(p=0.3, field="r"),
+            rg.Detach(p=0.3, field="r"),
+        ),
+        noise=(per_step(BATCH, WIDTH), per_step(BATCH, WIDTH), per_step()),
+        reverse=True,
+        valid=SOME,
+    ),
+    "mean": dict(carry_fns=(rg.Zoneout(p=0.3, field="r"),), deterministic=True),
+    "keys": dict(carry_fns=(rg.Zoneout(p=0.3, field="r"),), key=jax.random.key(3)),
+    "bare": dict(carry_fns=(rg.Detach(p=0.5, field=None),), noise=(per_step(),), resets=RESETS),
+}
+CASES = [
+    *itertools.product(("gato1",), [how for how in HOW if how != "bare"]),
+    *itertools.product(("gato2",), ("detach", "zoneout")),
+    *itertools.product(("own",), ("chunks", "bare")),
+    ("linear", "plain"),
+]
+
+
+def results(cell, how, backend, params, xs, carry, fresh, around=lambda run: run):
+    """Values, and the gradients of params, inputs, carry and fresh for random cotangents."""
+
+    @around
+    def forward(params, xs, carry, fresh):
+        return rg.unroll(cell, params, xs, carry, fresh=fresh, backend=backend, **how)
+
+    @quick_jit
+    def pull(*operands):
+        out, pullback = jax.vjp(forward, *operands)
+        random = jax.tree.map(lambda leaf: array(31, *leaf.shape).astype(leaf.dtype), out)
+        return out, pullback(random)
+
+    return pull(params, xs, carry, fresh)
+
+
+def compare(cell, how, around=lambda run: run, lanes=(), tolerance=1e-10):
+    operands = (
+        parameters(cell, INPUTS),
+        array(8, *lanes, STEPS, BATCH, INPUTS),
+        *(state(cell, (*lanes, BATCH), seed) for seed in (0, 50)),
+    )
+    got, want = (
+        results(cell, how, backend, *operands, around=around) for backend in ("newton", "scan")
+    )
+    assert_close(got, want, tolerance)
+
+
+@pytest.mark.parametrize(("name", "how"), CASES, ids=str)
+def test_newton_is_the_scan(name, how, small):
+    compare(build(name), HOW[how])
+
+
+@pytest.mark.parametrize("steps", [1, 9, 10])
+def test_any_number_of_steps(steps, small, monkeypatch):
+    """Fewer than two blocks, and exactly two."""
+    monkeypatch.setattr("tests.test_newton.STEPS", steps)
+    compare(build("gato1"), dict(reverse=True))
+
+
+@pytest.mark.parametrize("around", ["vmap", "checkpoint"])
+def test_newton_inside_transformations(around, small):
+    wrap = {
+        "vmap": functools.partial(jax.vmap, in_axes=(None, 0, 0, 0)),
+        "checkpoint": jax.checkpoint,
+    }[around]
+    compare(build("gato2"), dict(valid=SOME), wrap, lanes=(2,) if around == "vmap" else ())
+
+
+def test_all_masks_of_detaching_six_steps(monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK", 2)
+    monkeypatch.setattr(shooting, "WARM_UP", 1)
+    cell, fns = build("gato1"), (rg.Detach(p=0.5, field="r"),)
+    params, xs, start = parameters(cell, INPUTS), array(8, 6, BATCH, INPUTS), state(cell, (BATCH,))
+    weights = array(9, 6, BATCH, FEATURES)
+    all_masks = jnp.asarray(list(itertools.product((False, True), repeat=6)))
+
+    def gradients(backend):
+        def loss(params, xs, start, mask):
+            how = dict(carry_fns=fns, noise=(mask,), backend=backend)
+            return jnp.sum(weights * rg.unroll(cell, params, xs, start, **how)[1])
+
+        one = jax.grad(loss, (0, 1, 2))
+        return quick_jit(jax.vmap(one, (None, None, None, 0)))(params, xs, start, all_masks)
+
+    got, want = gradients("newton"), gradients("scan")
+    assert_close(got, want)
+    assert len(np.unique(np.asarray(want[2].r[:, 0, 0]))) > 2  # the masks make a difference
+
+
+def test_increments_in_chunks(small, monkeypatch):
+    """37 steps of (2 + 3) * 2 units and 2 examples, 100 numbers at once: chunks and a rest."""
+    monkeypatch.setattr(newton, "INCREMENT_SIZE", 100)
+    compare(build("gato2"), dict(reverse=True, resets=RESETS))
+
+
+def test_chunks_of_time_where_the_carry_is_large(small, monkeypatch):
+    monkeypatch.setattr(newton, "CARRY_SIZE", 16 * BATCH * FEATURES)
+    cell = build("gato1")
+    xs = array(8, STEPS, BATCH, INPUTS)
+    request = functools.partial(rg.scan.Request, None, {}, xs, cell.initial((BATCH,)), ())
+    assert newton.chunk(request(rg.scan.Stream(None, None, ()))) == 16
+    compare(cell, {})
+
+
+# Convergence
+
+
+def gato(scale=1.0, features=64, inputs=4, dtype=jnp.float64, seed=0):
+    """A one-layer GATO as it starts, with f's weights on r, a and b, times a scale."""
+    cell = rg.CELLS["gato1"](features, param_dtype=dtype)
+    params = cell.init_params(jax.random.key(seed), inputs)
+    kernels = params["f"]["recurrent_kernel"]
+    params["f"]["recurrent_kernel"] = jax.tree.map(lambda a: scale * a, kernels)
+    return cell, params
+
+
+def test_few_passes_at_the_start():
+    cell, params = gato(features=512)
+    xs = array(1, 2000, 2, 4)
+    found = newton.report(cell, params, xs)
+    assert 1 <= found.passes <= 4
+    assert found.gaps.size > 20
+    assert found.gaps.max() < 1e-14
+    assert not found.damped.any()
+    assert not found.fell_back.any()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_linear_cell_is_solved_by_one_correction(reverse, small):
+    """Its blocks forget nothing: slopes are right or the solution is not found. The first two
+    passes do not know them, the third has it but for roundings."""
+    cell = Grow()
+    params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
+    found = newton.report(cell, params, xs, reverse=reverse)
+    assert found.passes in (3, 4)
+    assert not found.damped.any()
+    assert not found.fell_back.any()
+
+
+@pytest.mark.parametrize("scale", [10, 30])
+def test_hard_parameters(scale):
+    """Units that hold one of two states: Newton's method alone would correct a block at a time."""
+    cell, params = gato(scale)
+    xs = array(1, 1500, 2, 4)
+    found = newton.report(cell, params, xs)
+    assert found.passes > shooting.PLAIN  # it is hard
+    assert not found.fell_back.any()
+    operands = (params, xs, cell.initial((2,)), cell.initial((2,)))
+    got, want = (results(cell, {}, backend, *operands) for backend in ("newton", "scan"))
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_blocks_that_do_not_converge_run_in_sequence_and_are_reported(
+    reverse, small, monkeypatch, caplog
+):
+    """One pass and no correction: every block whose first guess is off has to be run again."""
+    monkeypatch.setattr(shooting, "PASSES", 1)
+    cell = Grow()
+    params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
+    found = newton.report(cell, params, xs, reverse=reverse)
+    count = found.fell_back.size
+    assert found.passes == 1
+    assert not found.fell_back[0]
+    assert found.fell_back[1:].all()
+    with caplog.at_level(logging.WARNING, "recurrent_gates"):
+        compare(cell, dict(reverse=reverse))
+        jax.effects_barrier()
+    said = {record.getMessage() for record in caplog.records}
+    for direction in ("forward", "backward"):
+        begin = f"Grow: backend newton ran {count - 1} of {count} blocks of time in sequence"
+        assert any(line.startswith(f"{begin} ({direction})") for line in said), said
+
+
+def test_a_hard_stretch_falls_back_alone(small, monkeypatch):
+    """A cell that forgets, but for 12 steps in the middle: only the blocks after them are off."""
+    monkeypatch.setattr(shooting, "PASSES", 1)
+    monkeypatch.setattr(shooting, "ROUNDINGS", 1e6)
+    monkeypatch.setattr(shooting, "WARM_UP", 5)
+
+    def step(carry, x):
+        slope = jnp.where(x[..., 1:] > 0, 1.0, 0.0)
+        return slope * carry + x[..., :1]
+
+    hold = (jnp.arange(120) >= 50) & (jnp.arange(120) < 62)
+    inputs = jnp.stack([array(8, 120), jnp.where(hold, 1.0, -1.0)], axis=-1)
+    start = jnp.zeros((1,))
+    last, states, found = shooting.solve(step, start, inputs)
+    _, want = jax.lax.scan(lambda c, x: (step(c, x),) * 2, start, inputs)
+    assert_close(states, want)
+    assert_close(last, want[-1])
+    assert 1 <= found.fell_back.sum() <= 3
+    length = 120 // found.fell_back.size
+    assert set(np.flatnonzero(found.fell_back)) <= set(range(50 // length, 62 // length + 2))
+
+
+def test_no_warning_where_it_converges(small, caplog):
+    with caplog.at_level(logging.WARNING, "recurrent_gates"):
+        compare(build("gato1"), {})
+        jax.effects_barrier()
+    assert not caplog.records
+
+
+def test_nan_stays_where_the_scan_has_it(small):
+    cell = build("gato1")
+    params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS).at[14, 0].set(jnp.nan)
+
+    def run(backend):
+        how = dict(resets=RESETS, return_carries="all", backend=backend)
+        return quick_jit(lambda xs: rg.unroll(cell, params, xs, **how))(xs)
+
+    for got, want in zip(*map(jax.tree.leaves, (run("newton"), run("scan"))), strict=True):
+        assert np.isnan(want).any()
+        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_parameters_that_have_diverged_cost_one_pass(small):
+    cell = build("gato1")
+    params = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), parameters(cell, INPUTS))
+    found = newton.report(cell, params, array(8, STEPS, BATCH, INPUTS))
+    assert found.passes == 1
+    assert not found.fell_back.any()
+
+
+def test_report_follows_the_arguments_of_unroll(small):
+    """The first guess is made from the carry: a block that is all invalid holds it."""
+    cell = build("gato1")
+    params, xs, start = parameters(cell, INPUTS), array(8, 36, BATCH, INPUTS), state(cell, (BATCH,))
+    nothing = jnp.zeros((36, BATCH), bool)
+    assert newton.report(cell, params, xs, start, valid=nothing).passes == 1
+    assert newton.report(cell, params, xs, start, resets=~nothing, reverse=True).passes == 1
+    assert newton.report(cell, params, xs, start).passes > 1
+
+
+# Precision
+
+
+def in_both_precisions(features, steps):
+    """(carries, ys) of a GATO at its start: newton in float32, and the scan in float64."""
+    xs = array(1, steps, 2, 4).astype(jnp.float32)
+    cell, params = gato(features=features, dtype=jnp.float32)
+    exact = gato(features=features)[0]
+
+    @quick_jit
+    def run(params, xs):
+        doubled = jax.tree.map(lambda a: a.astype(jnp.float64), (params, xs))
+        return (
+            rg.unroll(cell, params, xs, return_carries="all", backend="newton"),
+            rg.unroll(exact, *doubled, return_carries="all", backend="scan"),
+        )
+
+    return run(params, xs)
+
+
+def test_float32_r_and_y():
+    """Against float64: r to 1e-5, and y = [cos(s), r] to 1e-4."""
+    (got, got_y), (want, want_y) = in_both_precisions(64, 4096)
+    assert got.r.dtype == got_y.dtype == jnp.float32
+    assert_close(got.r, want.r, 1e-5)
+    assert_close(got_y, want_y, 1e-4)
+
+
+def test_float32_s_over_65536_steps():
+    """s in float32 is off by the roundings of its sum alone, 65,536 of up to 2.4e-7 at random:
+    1.2e-4 for the worst of 16 units, where a plain sum would be off by 0.4."""
+    (got, _), (want, _) = in_both_precisions(16, 65_536)
+    turn = 2 * np.pi
+    missed = np.abs((np.asarray(got.s) - np.asarray(want.s) + np.pi) % turn - np.pi)
+    assert missed.max() < 2e-4
+    assert (np.asarray(got.s) >= 0).all()
+    assert (np.asarray(got.s) < turn + 1e-6).all()
+
+
+# What it serves
+
+
+@pytest.mark.parametrize(
+    ("make", "fns", "why"),
+    [
+        (lambda: rg.LSTM(FEATURES), (), "LSTM does not say"),
+        (lambda: rg.GATO(FEATURES, f=Count(), g=StoreAtCount()), (), "GATO does not say"),
+        (lambda: rg.CELLS["gato1"](FEATURES, s_update="replace"), (), "GATO does not say"),
+        (lambda: rg.CELLS["gato1"](FEATURES), (Scale(p=0.5, field="r"),), "Scale may mix"),
+        (lambda: rg.CELLS["gato1"](FEATURES), (rg.Damp(p=0.5, field=0),), "must name its field"),
+        (lambda: rg.CELLS["gato1"](FEATURES), (rg.Zoneout(p=0.5, field="s"),), "is no sum"),
+    ],
+    ids=["lstm", "maps of one's own", "replace", "function of one's own", "index", "mean of s"],
+)
+def test_what_newton_does_not_serve_is_refused_in_one_sentence(make, fns, why, x32):
+    cell = make()
+    params, xs = cell.init_params(jax.random.key(0), 1), jnp.ones((3, BATCH, 1))
+    with pytest.raises(ValueError, match=f"newton.*{why}") as error:
+        rg.unroll(cell, params, xs, carry_fns=fns, deterministic=True, backend="newton")
+    assert "\n" not in str(error.value)
+
+
+def test_nothing_to_report_for_a_cell_that_is_not_diagonal(x32):
+    cell = rg.GRU(FEATURES)
+    with pytest.raises(ValueError, match="GRU does not say"):
+        newton.report(cell, cell.init_params(jax.random.key(0), 1), jnp.ones((3, BATCH, 1)))
+
+
+def test_a_map_says_whether_its_units_interact():
+    assert rg.GATO(FEATURES).diagonal
+    assert not rg.GATO(FEATURES, f=Count()).diagonal
+    assert rg.GATO(FEATURES, g=StoreAtCount()).diagonal  # g does not feed back
+    assert not rg.LSTM(FEATURES).diagonal
+
+
+def test_another_length_or_mask_compiles_nothing_else(small):
+    """The program is traced once for masks and parameters of any value."""
+    cell, traces = build("gato1"), []
+
+    @quick_jit
+    def run(params, xs, valid):
+        traces.append(1)
+        return rg.unroll(cell, params, xs, valid=valid, backend="newton")[1]
+
+    for seed in (0, 1):
+        run(randomize(parameters(cell, INPUTS), seed), array(seed, STEPS, BATCH, INPUTS), SOME)
+        run(parameters(cell, INPUTS), array(seed, STEPS, BATCH, INPUTS), ~SOME)
+    assert len(traces) == 1

@@ -1,0 +1,318 @@
+"""The Pallas kernels, interpreted, against the scan: every value and every gradient.
+
+In float64, where a right kernel differs by roundings alone. What the compilers of a TPU and of
+a GPU make of the kernels is in `tests/tpu` and, as far as lowering, at the end of this file.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+from jax.experimental import pallas as pl
+
+import recurrent_gates as rg
+from recurrent_gates.backends import pallas_gato, pallas_loop
+from recurrent_gates.backends.pallas_body import in_kernel
+from recurrent_gates.backends.pallas_loop import time_loop
+from tests.support import array, assert_close, parameters, quick_jit, state
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+STEPS, BATCH, INPUTS, FEATURES = 5, 3, 2, 4
+F64 = dict(param_dtype=jnp.float64)
+
+
+def compare(cell, batch=(BATCH,), around=lambda f: f, lanes=(), dtype=jnp.float64, **how):
+    """Values, and gradients of params, inputs, carry and fresh, for random cotangents on ys and
+    on the carries."""
+    params = parameters(cell, INPUTS)
+    xs = array(8, *lanes, STEPS, *batch, INPUTS).astype(dtype)
+    carry, fresh = (state(cell, (*lanes, *batch), seed) for seed in (0, 50))
+
+    def results(backend):
+        def forward(params, xs, carry, fresh):
+            return rg.unroll(cell, params, xs, carry, fresh=fresh, backend=backend, **how)
+
+        @quick_jit
+        def pull(*arguments):
+            out, pullback = jax.vjp(around(forward), *arguments)
+            cotangents = jax.tree.map(lambda leaf: array(31, *leaf.shape).astype(leaf.dtype), out)
+            return out, pullback(cotangents)
+
+        return pull(params, xs, carry, fresh)
+
+    assert_close(results("pallas"), results("scan"))
+
+
+# CR and CM are UR and UM with other values of b.
+@pytest.mark.parametrize("gate", [gate for gate in rg.GATES if gate not in ("cr", "cm")])
+@pytest.mark.parametrize("family", ["lstm", "gru", "janet"])
+def test_gates(family, gate):
+    spec = rg.GATES[gate]
+    if spec.master:
+        spec = dataclasses.replace(spec, downsize=2)
+    make = {"lstm": rg.LSTM, "gru": rg.GRU, "janet": rg.JANET}[family]
+    compare(make(FEATURES, gate=spec, **F64))
+
+
+CELLS = {
+    "lstm": rg.LSTM(FEATURES, **F64),
+    "gru": rg.GRU(FEATURES, bias_vectors=2, **F64),
+    "gru before": rg.GRU(FEATURES, reset="before", **F64),
+    "lecture": rg.LSTM(FEATURES, forget_gate=False, activation=jax.nn.sigmoid, **F64),
+    "rnn": rg.Elman(FEATURES, **F64),
+    "gato1": rg.CELLS["gato1"](FEATURES, bias_vectors=2, **F64),
+    "gato2": rg.CELLS["gato2"](FEATURES, hidden=3, **F64),
+    "gato2 two biases": rg.CELLS["gato2"](
+        FEATURES, hidden=3, bias_vectors=2, wrap=None, gamma=jnp.sin, **F64
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_cells(name, monkeypatch):
+    monkeypatch.setattr(pallas_loop, "MOST_STEPS", 2)  # 5 steps: two blocks and a rest
+    compare(CELLS[name], return_carries="all")
+
+
+def noise(*shape, p=0.5):
+    return jnp.asarray(np.random.default_rng(1).random(shape) < p)
+
+
+VALID, RESETS = noise(STEPS, BATCH, p=0.7), noise(STEPS, BATCH, p=0.3)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("lstm", dict(carry_fns=[rg.Detach(0.5)], noise=[noise(STEPS)])),
+        ("gru", dict(carry_fns=[rg.Detach(0.5)], noise=[noise(STEPS)], resets=RESETS)),
+        ("gru before", dict(carry_fns=[rg.Detach(0.5)], noise=[noise(STEPS)], valid=VALID)),
+        (
+            "lstm",
+            dict(
+                carry_fns=[rg.Detach(0.5, per_example=True), rg.Detach(0.5, field="c")],
+                noise=[noise(STEPS, BATCH), noise(STEPS)],
+            ),
+        ),
+        ("lstm", dict(carry_fns=[rg.Damp(0.4)], valid=VALID, resets=RESETS, reverse=True)),
+        (
+            "gru",
+            dict(
+                carry_fns=[rg.Zoneout(0.4), rg.Damp(0.2)],
+                noise=[jax.random.split(jax.random.key(0), (STEPS, BATCH)), None],
+                lengths=jnp.array([5, 2, 0]),
+            ),
+        ),
+        ("lstm", dict(carry_fns=[rg.Zoneout(0.4, field="c")], deterministic=True)),
+        (
+            "gato2",
+            dict(
+                carry_fns=[rg.Detach(0.5, field="r"), rg.Damp(0.3, field="s")],
+                noise=[noise(STEPS), None],
+                valid=VALID,
+                resets=RESETS,
+                reverse=True,
+            ),
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_carry_functions_masks_and_resets(name, how, monkeypatch):
+    monkeypatch.setattr(pallas_loop, "MOST_STEPS", 2)
+    compare(CELLS[name], **how)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gato2"])
+def test_lanes_of_vmap(name):
+    def around(forward):
+        return jax.vmap(forward, (None, 0, 0, 0))
+
+    compare(CELLS[name], around=around, lanes=(2,))
+
+
+@pytest.mark.parametrize("batch", [(), (2, 2)], ids=str)
+def test_batch_axes(batch):
+    masks = dict(valid=noise(STEPS, *batch, p=0.7), resets=noise(STEPS, *batch, p=0.3))
+    fns = (rg.Detach(0.5, per_example=True), rg.Zoneout(0.5, field="c"))
+    draws = (noise(STEPS, *batch), noise(STEPS, *batch, FEATURES))
+    compare(CELLS["lstm"], batch=batch, carry_fns=fns, noise=draws, **masks)
+
+
+def test_chunks_that_the_driver_rematerialises():
+    compare(CELLS["gato2"], remat=2)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """The blocks that a GPU gets, interpreted."""
+    call = pl.pallas_call
+
+    def interpreted(*args, **how):
+        return call(*args, **{**how, "interpret": True, "compiler_params": None})
+
+    def on_gpu(kernel_call, *args):
+        return kernel_call("cuda", *args)
+
+    monkeypatch.setattr(pl, "pallas_call", interpreted)
+    monkeypatch.setattr(pallas_loop, "on_platform", on_gpu)
+    monkeypatch.setattr(pallas_gato, "on_platform", on_gpu)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gato2"])
+def test_the_blocks_of_a_gpu(name, as_on_a_gpu):
+    compare(
+        CELLS[name], valid=VALID, carry_fns=[rg.Damp(0.3, field="s" if "gato" in name else "h")]
+    )
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_loop_in_blocks_of_rows_and_time_is_lax_scan(reverse, monkeypatch):
+    monkeypatch.setattr(pallas_loop, "ON_CHIP", 2**18)  # blocks of 8 rows and a few steps
+    weights, rows, carry = array(0, 4, 4), array(1, 20, 4), array(2, 20, 4)
+    xs = (array(3, 11, 20, 4), jnp.arange(11.0), noise(11, 20, 1))
+
+    def body(weights, rows, c, x):
+        wide, number, mask = x
+        c = jnp.tanh(c @ weights + wide) + jnp.where(mask, rows, number)
+        return c, {"y": 2 * c}
+
+    def loop(*arguments):
+        return time_loop(body, *arguments, reverse=reverse)
+
+    def scan(weights, rows, carry, xs):
+        return jax.lax.scan(lambda c, x: body(weights, rows, c, x), carry, xs, reverse=reverse)
+
+    sizes = pallas_loop._tpu_blocks(weights, (rows, carry, carry), (xs, xs[0]), 20, 11)
+    assert sizes[0] == 8 and 1 < sizes[1] < 11 and 11 % sizes[1]
+    arguments = (weights, rows, carry, xs)
+    assert_close(quick_jit(loop)(*arguments), quick_jit(scan)(*arguments))
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_increments_in_blocks_of_rows_and_units(platform, monkeypatch, request):
+    """550 rows: two blocks of a TPU and a rest, three of a GPU; 256 units: two, and four."""
+    if platform == "gpu":
+        request.getfixturevalue("as_on_a_gpu")
+    monkeypatch.setattr(pallas_gato, "ON_CHIP", 2**15)
+    cell = rg.CELLS["gato2"](512, hidden=2, **F64)
+    params = parameters(cell, INPUTS)["g"]
+    r, x, cotangent = array(5, 275, 2, 256), array(6, 275, 2, INPUTS), array(7, 275, 2, 256)
+
+    def pull(function):
+        out, pullback = jax.vjp(function, params, r, x)
+        return out, pullback(cotangent)
+
+    def kernel(params, r, x):
+        return pallas_gato.two_layer_increment(params, r, x, None)
+
+    def plain(params, r, x):
+        return cell.g(params, r, cell.g.project(params, x, None))
+
+    assert_close(
+        quick_jit(pull, static_argnums=0)(kernel), quick_jit(pull, static_argnums=0)(plain)
+    )
+
+
+def test_bfloat16_products_are_close_to_the_scans(x32):
+    """Products in bfloat16 round at 2^-9; through 5 steps both ways that stays below 2^-5."""
+    cell = rg.LSTM(FEATURES, dtype=jnp.bfloat16)
+    params = parameters(cell, INPUTS)
+    xs = array(8, STEPS, BATCH, INPUTS).astype(jnp.bfloat16)
+
+    @quick_jit(static_argnums=2)
+    def run(params, xs, backend):
+        def loss(params, xs):
+            _, ys = rg.unroll(cell, params, xs, backend=backend)
+            return jnp.sum(ys.astype(jnp.float32) ** 2)
+
+        return jax.value_and_grad(loss, (0, 1))(params, xs)
+
+    pallas, scan = (
+        jax.tree.map(lambda a: a.astype(jnp.float32), run(params, xs, backend))
+        for backend in ("pallas", "scan")
+    )
+    assert_close(pallas, scan, 2**-5)
+
+
+def test_sums_over_features_are_products_in_a_kernel():
+    x, calls = array(0, 3, 5), []
+
+    def both(x):
+        out, pullback = jax.vjp(lambda x: jnp.cumsum(jax.nn.relu(x), axis=-1), x)
+        calls.append(1)
+        return out, pullback(out)[0]
+
+    assert "cumsum" not in str(jax.make_jaxpr(in_kernel(both))(x))
+    assert_close(in_kernel(both)(x), both(x))
+    with pytest.raises(NotImplementedError, match="last axis"):
+        in_kernel(lambda x: jnp.cumsum(x, axis=0))(x)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("name", ["lstm", "or_gru", "gato2"])
+def test_kernels_lower(platform, name, x32):
+    """To Triton and to Mosaic: a training step with h-detach, in the widths that they take."""
+    cell = rg.CELLS[name](128)
+    field = "r" if name == "gato2" else "h"
+    params = jax.eval_shape(lambda key: cell.init_params(key, 4), jax.random.key(0))
+
+    def loss(params, xs, draws):
+        fns = (rg.Detach(0.5, field=field),)
+        return rg.unroll(cell, params, xs, carry_fns=fns, noise=(draws,), backend="pallas")[1].sum()
+
+    shapes = (jax.ShapeDtypeStruct((9, 16, 4), jnp.float32), jax.ShapeDtypeStruct((9,), bool))
+    traced = jax.jit(jax.grad(loss)).trace(params, *shapes)
+    program = traced.lower(lowering_platforms=(platform,)).as_text()
+    call = {"cuda": "@__gpu$xla.gpu.triton", "tpu": "@tpu_custom_call"}[platform]
+    assert program.count(call) == (6 if name == "gato2" else 2)
+
+
+# What is refused.
+
+
+@struct.dataclass
+class OwnKeys(rg.CarryFn):
+    """Draws in the step, as a kernel cannot."""
+
+    def draw(self, key, steps, batch_shape):
+        return jax.random.split(key, steps)
+
+
+def refusal(cell, inputs=INPUTS, **how):
+    """The sentence; nothing is computed."""
+
+    def run(key):
+        params, xs = cell.init_params(key, inputs), jnp.ones((2, BATCH, inputs))
+        return rg.unroll(cell, params, xs, backend="pallas", **how)
+
+    with pytest.raises(ValueError, match="The pallas backend does not serve this") as error:
+        jax.eval_shape(run, jax.random.key(0))
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_no_kernel_serves_is_refused(x32):
+    assert "recurrent products" in refusal(rg.CELLS["gato1"](4, s_update="zero"))
+    keys = jax.random.split(jax.random.key(0), 2)
+    assert "no keys" in refusal(rg.LSTM(4), carry_fns=[OwnKeys(0.5)], noise=[keys])
+    assert "scalars" in refusal(rg.LSTM(4), carry_fns=[rg.Damp(jnp.full(4, 0.5))])
+    masks = noise(2, BATCH, 4, 1)
+    assert "by step" in refusal(rg.LSTM(4), carry_fns=[rg.Zoneout(0.5)], noise=[masks])
+
+
+def test_what_a_chip_cannot_hold_is_refused_there(monkeypatch, x32):
+    def on(platform):
+        monkeypatch.setattr(jax, "default_backend", lambda: platform)
+
+    on("tpu")
+    assert "stay on the chip" in refusal(rg.LSTM(1024))
+    assert "4096" in refusal(rg.CELLS["gato2"](8), inputs=128)
+    on("gpu")
+    assert "powers of two" in refusal(rg.LSTM(100))
+    assert "stay on the chip" in refusal(rg.LSTM(256))
+    on("METAL")
+    assert "not written for METAL" in refusal(rg.LSTM(4))

@@ -143,7 +143,7 @@ def test_batch_axes(batch):
 
 
 def test_chunks_that_the_driver_rematerialises():
-    compare(CELLS["gato2"], remat=2)
+    compare(CELLS["lstm"], remat=2)
 
 
 @pytest.fixture

@@ -115,9 +115,7 @@ def test_shared_master_gates_need_a_tpu_after_v4(kind):
     cell = rg.CELLS["um_lstm"](128, downsize=16)
     program, sizes = training_step(cell, "pallas"), shapes(cell, 9, 16, 16, jnp.float32)
     if kind == "v4":
-        with pytest.raises(
-            jax.errors.JaxRuntimeError, match="this TPU generation"
-        ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="this TPU generation"):
             compiled(kind, program, *sizes)
     else:
         compiled(kind, program, *sizes)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import struct
 from jax.experimental import pallas as pl
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import recurrent_gates as rg
 from recurrent_gates.backends import pallas_gato, pallas_loop
@@ -252,6 +253,7 @@ def test_sums_over_features_are_products_in_a_kernel():
         in_kernel(lambda x: jnp.cumsum(x, axis=0))(x)
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")  # jax 0.12
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("name", ["lstm", "or_gru", "gato2"])
 def test_kernels_lower(platform, name, x32):
@@ -265,8 +267,11 @@ def test_kernels_lower(platform, name, x32):
         return rg.unroll(cell, params, xs, carry_fns=fns, noise=(draws,), backend="pallas")[1].sum()
 
     shapes = (jax.ShapeDtypeStruct((9, 16, 4), jnp.float32), jax.ShapeDtypeStruct((9,), bool))
-    traced = jax.jit(jax.grad(loss)).trace(params, *shapes)
-    program = traced.lower(lowering_platforms=(platform,)).as_text()
+    gpu = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
+    where = AbstractMesh((), (), abstract_device=gpu if platform == "cuda" else None)
+    with use_abstract_mesh(where):
+        traced = jax.jit(jax.grad(loss)).trace(params, *shapes)
+        program = traced.lower(lowering_platforms=(platform,)).as_text()
     call = {"cuda": "@__gpu$xla.gpu.triton", "tpu": "@tpu_custom_call"}[platform]
     assert program.count(call) == (6 if name == "gato2" else 2)
 

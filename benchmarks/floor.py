@@ -1,9 +1,10 @@
 """How fast a train step could be: its operations and bytes, and the rates of the device.
 
-Counted is the algorithm of the fused backend, with every array that outlives a step moved once in
-each direction and nothing else. Pointwise functions count as nothing, so the floor of GATO, which
-has little besides, is one of memory alone on a device with fast products. The rate of a copy is
-that of main memory: a step whose arrays stay in caches can be faster than its floor.
+Counted is the algorithm of the fused backend where it keeps every activation, with every array
+that outlives a step moved once in each direction and nothing else; forming some again can be
+faster. Pointwise functions count as nothing, so the floor of GATO, which has little besides, is
+one of memory alone on a device with fast products. The rate of a copy is that of main memory: a
+step whose arrays stay in caches can be faster than its floor.
 """
 
 from __future__ import annotations

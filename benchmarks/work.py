@@ -127,13 +127,13 @@ def _make_lane(contender: Contender, size: Size, dtype: str, seed: Any) -> Array
     keys = jax.random.split(jax.random.fold_in(jax.random.key(0), seed), 6)
     cell = contender.build(size.features, dtype)
 
-    def near(key: jax.Array, tree: Any) -> Any:
+    def near(key: jax.Array, tree: Any, *, matrices: bool) -> Any:
         """The tree moved a little, so that no bias and no state is zero."""
         leaves, structure = jax.tree.flatten(tree)
         leaf_keys = jax.random.split(key, len(leaves))
         moved = [
             leaf + 0.1 * jax.random.normal(k, leaf.shape, leaf.dtype)
-            if leaf.ndim < 2 or leaf.shape[0] == size.batch
+            if matrices or leaf.ndim < 2
             else leaf
             for k, leaf in zip(leaf_keys, leaves, strict=True)
         ]
@@ -143,9 +143,9 @@ def _make_lane(contender: Contender, size: Size, dtype: str, seed: Any) -> Array
     xs = jax.random.normal(keys[0], (*shape, size.inputs), DTYPES[dtype])
     cotangent = jax.random.normal(keys[1], (*shape, size.features), DTYPES[dtype])
     return Arrays(
-        params=near(keys[2], cell.init_params(keys[3], size.inputs)),
+        params=near(keys[2], cell.init_params(keys[3], size.inputs), matrices=False),
         xs=xs,
-        carry=near(keys[4], cell.initial((size.batch,))),
+        carry=near(keys[4], cell.initial((size.batch,)), matrices=True),
         cotangent=cotangent,
         noise=rg.draw_noise(contender.carry_fns(), keys[5], size.steps, (size.batch,)),
     )

@@ -53,7 +53,7 @@ def define_shared(values: FlagValues) -> None:
     add(number, "lambda", "GATO's decay rate")
     add(integer, "length", "the task's length in steps; in copy the blanks or the delay")
     enum(values, "dtype", ["float32", "bfloat16"], "of the computation; the state is float32")
-    add(string, "backend", "how the recurrence is computed: auto, scan, fused, ...")
+    add(string, "backend", "of the recurrence: auto, scan, fused, newton, pallas, cudnn")
     add(string, "data_dir", "directory with the raw published files of a data set")
     add(string, "workdir", "where results go; default: runs/TASK/CELL-PROTOCOL-HASH")
     add(boolean, "describe", "print settings and parameter counts as JSON, train nothing", False)

@@ -239,8 +239,8 @@ EXPECTED: dict[str, tuple[Verdict, Verdict, Verdict, Verdict, Verdict]] = {
 ``gru_master_chrono`` was expected to meet criterion 5 as ``gru_master`` does. Measured, cm_gru
 and cm_janet do not: f is 1 to within rounding while i is open, so i / (1 - f) holds nothing.
 With parameters as drawn every one of them stays bounded; it is those times 3 that grow. With
-other keys than the default a draw of um_gru or um_janet times 3 may grow as well, and all
-draws of cm_gru may not.
+other keys than the default a draw of um_gru or um_janet times 3 may grow as well, and cm_gru may
+stay bounded in all draws.
 """
 
 

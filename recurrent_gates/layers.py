@@ -33,7 +33,7 @@ class RNN(nn.Module):
       unroll: steps per iteration of the loop.
       carry_fns: what happens to the carry around each step, left to right.
       remat: chunk length for rematerialisation, or None.
-      backend: ``"auto"``, ``"scan"`` or ``"fused"``.
+      backend: ``"auto"`` or a form of the recurrence; see ``Backend``.
       variable_axes, variable_broadcast, variable_carry, split_rngs: accepted for the sake of
         ``nn.RNN``'s signature; a cell here has parameters only, so other values than the
         defaults are an error.

@@ -40,8 +40,8 @@ class Backend(enum.Enum):
     CUDNN = "cudnn"
 
 
-# What auto tries on each platform, in this order, before it takes the scan.
-_FASTEST_FIRST = {"cpu": (Backend.FUSED,)}
+# What auto tries, in this order, before it takes the scan.
+_FASTEST_FIRST = (Backend.FUSED,)
 
 
 class Stream(NamedTuple):
@@ -235,22 +235,26 @@ def unroll(
     stream = Stream(valid, resets, noise)
     keep = return_carries == "all"
     request = Request(settings, params, xs, carry, carry_fns, stream, keep)
-    segment, chunk = _resolve(Backend(backend), request)
-    if steps == 0:  # nothing to fuse or to chunk
-        segment, chunk, remat = scan_segment, None, None
+    chosen = _resolve(Backend(backend), request)
+    if not steps:
+        remat = None
+    if chosen is Backend.SCAN or not steps or 0 in batch_shape:  # nothing to speed up
+        segment, chunk = scan_segment, None
+    else:
+        segment, chunk = _module(chosen).segment, _module(chosen).chunk(request)
     settings = settings._replace(keep=chunk is not None and remat is None)
     run = functools.partial(segment, settings, keep_carries=keep)
     out = _chunked(run, settings, params, xs, carry, fresh, carry_fns, stream, remat or chunk)
     return (out.carries if keep else out.carry), out.ys
 
 
-def _resolve(backend: Backend, request: Request) -> tuple[Callable[..., Segment], int | None]:
-    """The segment function of a backend and the chunk length that it wants, or None."""
+def _resolve(backend: Backend, request: Request) -> Backend:
+    """The backend that serves a request; ValueError if the one that is asked for does not."""
     reasons = []
     if backend is Backend.AUTO:
         platform = jax.default_backend()
         backend = Backend.SCAN
-        for candidate in _FASTEST_FIRST.get(platform, (Backend.FUSED,)):
+        for candidate in _FASTEST_FIRST:
             reason = _module(candidate).unsupported(request)
             if reason is None:
                 backend = candidate
@@ -264,9 +268,7 @@ def _resolve(backend: Backend, request: Request) -> tuple[Callable[..., Segment]
             raise ValueError(
                 f"The {backend.value} backend does not serve this: {reason} Use backend='scan'."
             )
-    if backend is Backend.SCAN:
-        return scan_segment, None
-    return _module(backend).segment, _module(backend).chunk(request)
+    return backend
 
 
 def _module(backend: Backend) -> Any:

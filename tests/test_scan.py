@@ -439,6 +439,20 @@ def test_nothing_compiles_again_when_values_change(backend):
     assert np.abs(outputs[0] - outputs[1]).max() > 1e-3
 
 
+@pytest.mark.parametrize("backend", ["scan", "fused", "newton", "pallas"])
+def test_an_empty_batch_has_empty_results_and_gradients_of_zero(backend):
+    cell = rg.CELLS["gato1"](4)
+    params, xs = cell.init_params(jax.random.key(0), 2), jnp.zeros((3, 0, 2), jnp.float32)
+
+    def loss(params):
+        carry, ys = rg.unroll(cell, params, xs, backend=backend)
+        assert ys.shape == (3, 0, 4) and carry.r.shape == (0, 2)
+        return ys.sum()
+
+    for gradient in jax.tree.leaves(jax.grad(loss)(params)):
+        assert not gradient.any()
+
+
 def test_a_carry_function_is_an_argument_of_a_jitted_step():
     """p is a leaf, the field is static: another p is another value, another field another
     program."""

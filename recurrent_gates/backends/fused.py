@@ -62,21 +62,27 @@ def unsupported(request: Request) -> str | None:
 def chunk(request: Request) -> int | None:
     """The steps per rematerialised chunk that this backend wants, or None for no chunks.
 
-    On a CPU what a chunk computes should stay in a core's cache: touching fresh memory costs
-    more than the arithmetic. Elsewhere only the increments of accumulated fields, far larger
+    On a CPU what a chunk computes should stay in a core's cache, since touching fresh memory
+    costs more than the arithmetic, but outweigh the weights' gradients, which each chunk adds to
+    the sum of the others. Elsewhere only the increments of accumulated fields, far larger
     than their sums, are not to be alive for all steps.
     """
     cell, steps = request.settings.cell, jax.tree.leaves(request.xs)[0].shape[0]
     cpu = jax.default_backend() == "cpu"
     if not (cpu or cell.accumulated) or not steps:
         return None
-    z = jax.eval_shape(cell.project, request.params, request.xs)
-    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(z))
-    most = max(2, steps * (_CACHE_BYTES if cpu else _CHUNK_BYTES) // max(whole, 1))
+    weights = cell.recurrent_weights(request.params)
+    whole = _bytes(jax.eval_shape(cell.project, request.params, request.xs))
+    budget = max(_CACHE_BYTES, 2 * _bytes(weights)) if cpu else _CHUNK_BYTES
+    most = max(2, steps * budget // max(whole, 1))
     if most >= steps:
         return None
     # Without a rest, if that costs little: a rest is a second program to compile.
     return next((n for n in range(most, most // 2, -1) if steps % n == 0), most)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def segment(

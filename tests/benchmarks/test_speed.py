@@ -81,10 +81,7 @@ def test_flags_replace_their_part_of_the_plan():
 @pytest.mark.parametrize("text", ["lstm", "gru", "ur_lstm+detach0.5", "gato2", "gru*2"])
 def test_our_side_computes_what_the_scan_does(text):
     contender = Contender.parse(text)
-    error = pair.check(
-        text, ours.side(contender, SIZE, "float32"), contender, SIZE, "float32", 1e-5
-    )
-    assert error > 0 or contender.cell == "gato2"  # another program, so other roundings
+    pair.check(text, ours.side(contender, SIZE, "float32"), contender, SIZE, "float32", 1e-5)
 
 
 @pytest.mark.parametrize("cell", ["lstm", "gru"])

@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments import studies, study_figures, train
 from experiments.config import Config, UserError
-from experiments.reporting import say
+from experiments.reporting import number, say
 from experiments.study_figures import Curve
 from experiments.tasks import Metric
 from experiments.workdir import Workdir, read_rows
@@ -192,7 +192,7 @@ def statistics(values: Sequence[float | None], metric: Metric) -> str:
 def _number(value: Any) -> str:
     """Infinite error is an infinite loss, or no accuracy at all."""
     if np.isfinite(value):
-        return f"{value:.4f}"
+        return number(value)
     return "∞" if value > 0 else "-"
 
 

@@ -59,6 +59,11 @@ class Progress:
         self._bar.close()
 
 
+def number(value: float) -> str:
+    """Four decimals, or two digits where these would be little but zeros."""
+    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
+
+
 def _summary(values: list[float | None]) -> str:
     """One value, or the mean of several with their range; diverged lanes are an asterisk."""
     alive = [value for value in values if value is not None]
@@ -66,9 +71,9 @@ def _summary(values: list[float | None]) -> str:
     if not alive:
         return star
     if len(alive) == 1:
-        return f"{alive[0]:.4f}{star}"
+        return f"{number(alive[0])}{star}"
     mean = sum(alive) / len(alive)
-    return f"{mean:.4f} [{min(alive):.4f}, {max(alive):.4f}]{star}"
+    return f"{number(mean)} [{number(min(alive))}, {number(max(alive))}]{star}"
 
 
 class TensorBoard:

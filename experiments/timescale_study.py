@@ -12,7 +12,7 @@ import numpy as np
 
 from experiments import studies, study_figures
 from experiments.config import Config, build_cell
-from experiments.reporting import say
+from experiments.reporting import number, say
 from experiments.studies import Finished
 from experiments.tasks.forgetting import ForgettingTask, saturate
 from experiments.workdir import read_rows
@@ -93,7 +93,7 @@ def markdown(reports: Mapping[str, Mapping[str, Any]]) -> str:
     rows = []
     for cell, found in reports.items():
         alive = [value for value in found["mse"] if value is not None]
-        error = f"{_mean(alive):.4f}" if alive else ""
+        error = number(_mean(alive)) if alive else ""
         row = [cell, error + "*" * (len(found["mse"]) - len(alive))]
         for moment in ("before", "after"):
             lanes = [lane for lane in found[moment] if lane]

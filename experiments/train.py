@@ -17,7 +17,7 @@ from experiments import figures
 from experiments.checkpoints import Checkpoints
 from experiments.config import Config
 from experiments.learner import Learner, Pause
-from experiments.reporting import Progress, TensorBoard, say
+from experiments.reporting import Progress, TensorBoard, number, say
 from experiments.state import State
 from experiments.tasks import Metric
 from experiments.workdir import Row, Workdir, append_row, device_name, read_rows
@@ -245,7 +245,7 @@ def _print_summary(config: Config, work: Workdir, summary: dict[str, Any]) -> No
     metric = config.task.metrics[0]
     runs = summary["metrics"][metric.name]["per_run"]
     for run in runs:
-        value = "diverged *" if run["diverged"] else f"{run['value']:.4f}"
+        value = "diverged *" if run["diverged"] else number(run["value"])
         say(
             f"held-out {metric.name}: {value} ({metric.baseline_name} {metric.baseline:.4g}; "
             f"seed {run['seed']}, learning rate {run['learning_rate']:g})"

@@ -54,6 +54,13 @@ def small(monkeypatch):
     monkeypatch.setattr(shooting, "WARM_UP", 2)
 
 
+class Run(Leaky):
+    """A cell that grows without bound, and is far from linear before it does."""
+
+    def step(self, params, carry, z_t):
+        return 1.1 * carry + jnp.tanh(2 * carry + z_t @ params["W"])
+
+
 CELLS = {
     "gato1": lambda **how: rg.CELLS["gato1"](FEATURES, bias_vectors=2, **how),
     "gato2": lambda **how: rg.CELLS["gato2"](FEATURES, hidden=3, **how),
@@ -246,18 +253,49 @@ def test_hard_parameters(scale):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
+def test_late_values_excuse_no_early_gaps(reverse):
+    """Values grow to 1e62: a gap that is nothing to the last of them is much to the first. The
+    cotangents grow as much, in the other order. Each step is judged by its own size."""
+    cell = Run()
+    params, xs = parameters(cell, INPUTS), array(8, 1500, BATCH, INPUTS)
+    start = cell.initial((BATCH,))
+    found = newton.report(cell, params, xs, reverse=reverse)
+    assert found.passes <= shooting.PLAIN
+    assert not found.fell_back.any()
+
+    def run(backend):
+        @quick_jit
+        def pull(params, xs, start):
+            def forward(*operands):
+                how = dict(reverse=reverse, return_carries="all", backend=backend)
+                return rg.unroll(cell, *operands, **how)[0]
+
+            carries, pullback = jax.vjp(forward, params, xs, start)
+            return carries, pullback(array(31, *carries.shape))
+
+        return pull(params, xs, start)
+
+    (carries, (d_params, d_xs, d_start)), want = run("newton"), run("scan")
+    np.testing.assert_allclose(carries, want[0], rtol=1e-10)
+    np.testing.assert_allclose(d_xs, want[1][1], rtol=1e-10, atol=1e-10)
+    assert_close((d_params, d_start), (want[1][0], want[1][2]))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
 def test_blocks_that_do_not_converge_run_in_sequence_and_are_reported(
     reverse, small, monkeypatch, caplog
 ):
     """One pass and no correction: every block whose first guess is off has to be run again."""
     monkeypatch.setattr(shooting, "PASSES", 1)
     cell = Grow()
-    params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
+    # A number of steps of its own: programs of other tests know other constants.
+    params, xs = parameters(cell, INPUTS), array(8, STEPS - 1, BATCH, INPUTS)
     found = newton.report(cell, params, xs, reverse=reverse)
     count = found.fell_back.size
     assert found.passes == 1
     assert not found.fell_back[0]
     assert found.fell_back[1:].all()
+    monkeypatch.setattr("tests.test_newton.STEPS", STEPS - 1)
     with caplog.at_level(logging.WARNING, "recurrent_gates"):
         compare(cell, dict(reverse=reverse))
         jax.effects_barrier()
@@ -280,7 +318,8 @@ def test_a_hard_stretch_falls_back_alone(small, monkeypatch):
     hold = (jnp.arange(120) >= 50) & (jnp.arange(120) < 62)
     inputs = jnp.stack([array(8, 120), jnp.where(hold, 1.0, -1.0)], axis=-1)
     start = jnp.zeros((1,))
-    last, states, found = shooting.solve(step, start, inputs)
+    solve = quick_jit(functools.partial(shooting.solve, step))
+    last, states, found = solve(start, inputs)
     _, want = jax.lax.scan(lambda c, x: (step(c, x),) * 2, start, inputs)
     assert_close(states, want)
     assert_close(last, want[-1])
@@ -325,6 +364,115 @@ def test_report_follows_the_arguments_of_unroll(small):
     assert newton.report(cell, params, xs, start, valid=nothing).passes == 1
     assert newton.report(cell, params, xs, start, resets=~nothing, reverse=True).passes == 1
     assert newton.report(cell, params, xs, start).passes > 1
+
+
+def test_report_checks_its_arguments_as_unroll_does(small):
+    cell = build("gato1")
+    params, xs, start = parameters(cell, INPUTS), array(8, 36, BATCH, INPUTS), state(cell, (BATCH,))
+    valid = jnp.ones((36, BATCH), bool).at[14].set(False)
+    want = newton.report(cell, params, xs.at[14].set(0), start, valid=valid)
+    got = newton.report(cell, params, xs.at[14].set(jnp.nan), tuple(start), valid=valid)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    for wrong in (dict(valid=valid[1:]), dict(resets=valid[:, :1])):
+        (name,) = wrong
+        with pytest.raises(ValueError, match=f"{name} must have shape .*36, {BATCH}"):
+            newton.report(cell, params, xs, **wrong)
+    with pytest.raises(ValueError, match="carry has shapes"):
+        newton.report(cell, params, xs, state(cell, (BATCH + 1,)))
+    with pytest.raises(ValueError, match="xs must be"):
+        newton.report(cell, params, xs[0, 0])
+
+
+@pytest.mark.parametrize("shape", [(36, 0, INPUTS), (0, BATCH, INPUTS)])
+def test_nothing_is_reported_without_trouble(shape, small):
+    cell = build("gato2")
+    found = newton.report(cell, parameters(cell, INPUTS), jnp.zeros(shape))
+    assert found.passes <= 1
+    assert not found.fell_back.any()
+
+
+def test_an_empty_batch_is_a_segment_of_nothing(small):
+    """The driver gives it to the scan; the backend itself has no trouble with it either."""
+    cell, xs = build("gato2"), jnp.zeros((36, 0, INPUTS))
+    params, start = parameters(cell, INPUTS), cell.initial((0,))
+    stream = rg.scan.Stream(None, None, ())
+    settings = rg.scan.Settings(cell, False, 1, False)
+    assert newton.chunk(rg.scan.Request(settings, params, xs, start, (), stream)) is None
+    out = jax.eval_shape(
+        lambda *operands: newton.segment(settings, *operands, (), stream, True),
+        *(params, xs, start, start),
+    )
+    assert out.ys.shape == (36, 0, FEATURES)
+    assert out.carries.s.shape == (36, 0, WIDTH)
+
+
+# Under vmap, what is seldom needed is not run for every lane all the same
+
+
+def lanes_and_calls(monkeypatch, steepness):
+    """The report on two lanes of a recurrence; how often starts were searched for in them."""
+    calls = []
+
+    def search(*operands):
+        jax.debug.callback(lambda: calls.append(1))
+        return found(*operands)
+
+    found = shooting._search
+    monkeypatch.setattr(shooting, "_search", search)
+    xs = array(1, 2, 300, 3)
+
+    def step(c, z):
+        return jnp.tanh(steepness * c + z)
+
+    run = quick_jit(jax.vmap(lambda xs: shooting.solve(step, jnp.zeros(3), xs)))
+    _, states, report = run(xs)
+    jax.effects_barrier()
+    want = jax.lax.scan(lambda c, x: (step(c, x),) * 2, jnp.zeros((2, 3)), jnp.swapaxes(xs, 0, 1))
+    assert_close(jnp.swapaxes(states, 0, 1), want[1])
+    return report, len(calls)
+
+
+def test_starts_are_searched_for_only_where_they_are_not_found(small, monkeypatch):
+    easy, calls = lanes_and_calls(monkeypatch, 0.3)
+    assert (easy.passes > 1).all()
+    assert (easy.passes <= shooting.PLAIN).all()
+    assert calls == 0
+    hard, calls = lanes_and_calls(monkeypatch, 3.0)
+    assert (hard.passes > shooting.PLAIN).any()
+    assert 1 <= calls <= 2  # once for each lane
+
+
+@pytest.mark.parametrize("fell_back", [False, True])
+def test_a_warning_that_is_not_due_does_not_call_the_host(fell_back, monkeypatch):
+    calls = []
+    monkeypatch.setattr(newton._LOGGER, "warning", lambda *_: calls.append("warned"))
+    monkeypatch.setattr(jax.debug, "callback", counted(jax.debug.callback, calls))
+    settings = rg.scan.Settings(Grow(), False, 1, False)
+
+    @jax.jit
+    @jax.vmap
+    def warn(lane):
+        none = jnp.zeros((), lane.dtype)
+        newton._warn(settings, "forward", shooting.Report(none, none, lane > 5, lane > 4))
+        return lane
+
+    warn(jnp.zeros((3, 2)).at[1, 1].set(5.0 if fell_back else 0.0))
+    jax.effects_barrier()
+    assert calls.count("called") == (3 if fell_back else 0)
+    assert calls.count("warned") == (1 if fell_back else 0)
+
+
+def counted(callback, calls):
+    """A debug callback that notes every call of the host."""
+
+    def debug_callback(function, *operands):
+        def called(*values):
+            calls.append("called")
+            function(*values)
+
+        callback(called, *operands)
+
+    return debug_callback
 
 
 # Precision

@@ -27,8 +27,8 @@ ORDER = (
     {"base"},
     {"gato", "scan", "backends.blocks"},
     {"cells", "backends", "backends.accumulation", "backends.pallas_body", "backends.shooting"},
-    {"backends.fused", "backends.newton", "backends.cudnn", "backends.pallas_loop"},
-    {"backends.pallas_gato", "backends.pallas_recurrence", "layers", "interop"},
+    {"backends.products", "backends.newton", "backends.cudnn", "backends.pallas_loop"},
+    {"backends.fused", "backends.pallas_gato", "backends.pallas_recurrence", "layers", "interop"},
     {"backends.pallas", "testing", "analysis", "gate_theory"},
     {"desiderata"},
     {""},  # __init__.py: the public names

@@ -110,6 +110,10 @@ VALID, RESETS = noise(STEPS, BATCH, p=0.7), noise(STEPS, BATCH, p=0.3)
         ),
         ("lstm", dict(carry_fns=[rg.Zoneout(0.4, field="c")], deterministic=True)),
         (
+            "lstm",
+            dict(carry_fns=[rg.Zoneout(0.4)], noise=[jax.random.split(jax.random.key(0), STEPS)]),
+        ),
+        (
             "gato2",
             dict(
                 carry_fns=[rg.Detach(0.5, field="r"), rg.Damp(0.3, field="s")],
@@ -193,15 +197,18 @@ def test_a_loop_in_blocks_of_rows_and_time_is_lax_scan(reverse, monkeypatch):
     assert_close(quick_jit(loop)(*arguments), quick_jit(scan)(*arguments))
 
 
-@pytest.mark.parametrize("platform", ["tpu", "gpu"])
-def test_increments_in_blocks_of_rows_and_units(platform, monkeypatch, request):
-    """550 rows: two blocks of a TPU and a rest, three of a GPU; 256 units: two, and four."""
+@pytest.mark.parametrize(
+    ("platform", "units"), [("tpu", 256), ("tpu", 192), ("tpu", 100), ("gpu", 256)]
+)
+def test_increments_in_blocks_of_rows_and_units(platform, units, monkeypatch, request):
+    """550 rows: two blocks of a TPU and a rest, three of a GPU; 256 units: two, and four; other
+    numbers of units: a rest, alone and after a block."""
     if platform == "gpu":
         request.getfixturevalue("as_on_a_gpu")
     monkeypatch.setattr(pallas_gato, "ON_CHIP", 2**15)
-    cell = rg.CELLS["gato2"](512, hidden=2, **F64)
+    cell = rg.CELLS["gato2"](2 * units, hidden=2, **F64)
     params = parameters(cell, INPUTS)["g"]
-    r, x, cotangent = array(5, 275, 2, 256), array(6, 275, 2, INPUTS), array(7, 275, 2, 256)
+    r, x, cotangent = array(5, 275, 2, units), array(6, 275, 2, INPUTS), array(7, 275, 2, units)
 
     def pull(function):
         out, pullback = jax.vjp(function, params, r, x)
@@ -216,6 +223,25 @@ def test_increments_in_blocks_of_rows_and_units(platform, monkeypatch, request):
     assert_close(
         quick_jit(pull, static_argnums=0)(kernel), quick_jit(pull, static_argnums=0)(plain)
     )
+
+
+class Doubled(rg.GATO):
+    """Adds twice what GATO adds."""
+
+    def increment(self, params, carry_tm1, z):
+        return jax.tree.map(lambda s: 2 * s, super().increment(params, carry_tm1, z))
+
+
+class Sines(rg.GATO):
+    """Reads the sines of its inputs."""
+
+    def project(self, params, x):
+        return super().project(params, jnp.sin(x))
+
+
+@pytest.mark.parametrize("make", [Doubled, Sines])
+def test_what_a_subclass_of_gato_overrides_is_used(make):
+    compare(make(FEATURES, g=rg.TwoLayer(hidden=3), **F64))
 
 
 def test_bfloat16_products_are_close_to_the_scans(x32):
@@ -287,12 +313,34 @@ class OwnKeys(rg.CarryFn):
         return jax.random.split(key, steps)
 
 
-def refusal(cell, inputs=INPUTS, **how):
+@struct.dataclass
+class OwnZoneout(rg.Zoneout):
+    """Uses its keys in a way of its own."""
+
+    def after(self, noise_t, prev, new):
+        return super().after(noise_t, new, prev)
+
+
+class TallWeights(rg.LSTM):
+    """Recurrent weights of three axes."""
+
+    def recurrent_weights(self, params):
+        return jax.tree.map(lambda w: w[..., None], super().recurrent_weights(params))
+
+
+class Pairs(rg.LSTM):
+    """Reads the sum of two inputs."""
+
+    def project(self, params, x):
+        return super().project(params, x[0] + x[1])
+
+
+def refusal(cell, inputs=INPUTS, dtype=None, around=lambda xs: xs, **how):
     """The sentence; nothing is computed."""
 
     def run(key):
-        params, xs = cell.init_params(key, inputs), jnp.ones((2, BATCH, inputs))
-        return rg.unroll(cell, params, xs, backend="pallas", **how)
+        params, xs = cell.init_params(key, inputs), jnp.ones((2, BATCH, inputs), dtype)
+        return rg.unroll(cell, params, around(xs), backend="pallas", **how)
 
     with pytest.raises(ValueError, match="The pallas backend does not serve this") as error:
         jax.eval_shape(run, jax.random.key(0))
@@ -305,6 +353,10 @@ def test_what_no_kernel_serves_is_refused(x32):
     keys = jax.random.split(jax.random.key(0), 2)
     assert "no keys" in refusal(rg.LSTM(4), carry_fns=[OwnKeys(0.5)], noise=[keys])
     assert "scalars" in refusal(rg.LSTM(4), carry_fns=[rg.Damp(jnp.full(4, 0.5))])
+    keys = jax.random.split(jax.random.key(0), (2, BATCH))
+    assert "no keys" in refusal(rg.LSTM(4), carry_fns=[OwnZoneout(0.5)], noise=[keys])
+    assert "one axis or two" in refusal(TallWeights(4))
+    assert "one array" in refusal(Pairs(4), around=lambda xs: (xs, xs))
     masks = noise(2, BATCH, 4, 1)
     assert "by step" in refusal(rg.LSTM(4), carry_fns=[rg.Zoneout(0.5)], noise=[masks])
 
@@ -316,8 +368,38 @@ def test_what_a_chip_cannot_hold_is_refused_there(monkeypatch, x32):
     on("tpu")
     assert "stay on the chip" in refusal(rg.LSTM(1024))
     assert "4096" in refusal(rg.CELLS["gato2"](8), inputs=128)
+    # Products of bfloat16 and float32 are in float32: 700 units are 4 * 700^2 * 4 bytes.
+    with jax.numpy_dtype_promotion("standard"):
+        assert "7840000 bytes" in refusal(rg.LSTM(700), dtype=jnp.bfloat16)
     on("gpu")
     assert "powers of two" in refusal(rg.LSTM(100))
     assert "stay on the chip" in refusal(rg.LSTM(256))
     on("METAL")
     assert "not written for METAL" in refusal(rg.LSTM(4))
+
+
+@pytest.mark.parametrize(
+    ("cell", "dtype"),
+    [
+        (rg.LSTM(4), jnp.float64),
+        (rg.LSTM(4, dtype=jnp.float32, param_dtype=jnp.float64), jnp.float32),  # its carry
+        (rg.LSTM(4, param_dtype=jnp.float64), jnp.float32),
+    ],
+    ids=["inputs", "carry", "parameters"],
+)
+def test_a_tpu_takes_no_float64(cell, dtype, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with jax.numpy_dtype_promotion("standard"):
+        assert "float64" in refusal(cell, dtype=dtype)
+
+
+class Twice(rg.Elman):
+    """Uses one product two times; a dict by slot would keep the second use alone."""
+
+    def update(self, carry, z_t, product):
+        return carry._replace(h=product("h", carry.h) + product("h", 2 * carry.h))
+
+
+def test_a_product_that_is_used_twice_is_refused():
+    with pytest.raises(TypeError, match="uses the product 'h' twice"):
+        compare(Twice(FEATURES, **F64))

@@ -44,7 +44,7 @@ def join(
 ) -> tuple[Tree, Tree]:
     """(last value, all values) from those of the blocks, and the rest run in sequence."""
     last = jax.tree.map(lambda x: x[-1], ends)
-    states = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), states)
+    states = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), states)
     if not jax.tree.leaves(rest)[0].shape[0]:
         return last, states
     last, after = in_sequence(step, last, rest, reverse, unroll)
@@ -97,6 +97,17 @@ def shoot_all(
     state = (flip(starts), flip(slopes), states)
     ends, slopes, states = jax.lax.fori_loop(0, length, body, state, unroll=unroll)
     return flip(ends), flip(slopes), states
+
+
+def if_so(flag: jax.Array, fn: Callable[[Tree], Tree], value: Tree) -> Tree:
+    """fn(value) if the flag is set, else value.
+
+    A loop, and not a cond, which vmap turns into running both sides always.
+    """
+    once = (jnp.asarray(flag), value)
+    return jax.lax.while_loop(
+        lambda state: state[0], lambda state: (jnp.zeros_like(state[0]), fn(state[1])), once
+    )[1]
 
 
 def follow(start: Tree, ends: Tree) -> Tree:

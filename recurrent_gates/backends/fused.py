@@ -29,8 +29,17 @@ from recurrent_gates.backends.accumulation import (
     sum_step,
     without,
 )
-from recurrent_gates.base import Carry, Cell, Params, Slots, pre_activations
-from recurrent_gates.carry import Detach, apply_before, get_field
+from recurrent_gates.backends.products import (
+    Residuals,
+    add,
+    detached,
+    gradients,
+    known,
+    recorded_step,
+    residuals,
+)
+from recurrent_gates.base import Carry, Params, Slots
+from recurrent_gates.carry import apply_before, get_field
 from recurrent_gates.scan import (
     Request,
     Segment,
@@ -149,16 +158,7 @@ def _forward(
 
     def body(c: Carry, inputs: tuple[Slots, Stream]) -> tuple[Carry, Any]:
         z_t, stream_t = inputs
-        pre: dict[str, jax.Array] = {}
-        added = pre_activations(functools.partial(cell.product, weights), z_t, cell.separate)
-
-        def product(slot: str, x: jax.Array) -> jax.Array:
-            if slot in pre:
-                raise TypeError(f"{type(cell).__name__}.update uses the product {slot!r} twice.")
-            pre[slot] = added(slot, x)
-            return pre[slot]
-
-        c = advance(lambda c: cell.update(c, z_t, product), c, fresh, carry_fns, stream_t)
+        c, pre = recorded_step(cell, weights, z_t, c, fresh, carry_fns, stream_t)
         return c, (c, pre)
 
     last, (carries, pre) = jax.lax.scan(
@@ -169,11 +169,8 @@ def _forward(
         pre = _replay(settings, weights, z, carry, fresh, carry_fns, stream, carries)
     else:
         pre = kept(pre)
-    # Of z only the slots that update reads by themselves; the others are inside pre.
-    apart = {slot: z[slot] for slot in cell.separate}
-    dtypes = {slot: jnp.zeros((), value.dtype) for slot, value in z.items()}
-    residuals = (weights, carry, fresh, carry_fns, stream, carries, pre, apart, dtypes)
-    return (last, carries), residuals
+    inputs = (weights, z, carry, fresh, carry_fns, stream)
+    return (last, carries), residuals(cell, *inputs, carries, pre)
 
 
 def _replays(settings: Settings, weights: Params) -> bool:
@@ -201,23 +198,14 @@ def _replay(
     cell = settings.cell
 
     def step(prev: Carry, z_t: Slots, stream_t: Stream) -> Slots:
-        pre: dict[str, jax.Array] = {}
-        added = pre_activations(functools.partial(cell.product, weights), z_t, cell.separate)
-
-        def product(slot: str, x: jax.Array) -> jax.Array:
-            pre[slot] = added(slot, x)
-            return pre[slot]
-
-        advance(lambda c: cell.update(c, z_t, product), prev, fresh, carry_fns, stream_t)
-        return pre
+        return recorded_step(cell, weights, z_t, prev, fresh, carry_fns, stream_t)[1]
 
     return jax.vmap(step)(shifted(carry, carries, settings.reverse), z, stream)
 
 
-def _backward(settings: Settings, residuals: Any, cotangents: tuple[Carry, Carry]) -> tuple:
-    weights, carry, fresh, carry_fns, stream, carries, pre, apart, dtypes = residuals
-    cell, reverse = settings.cell, settings.reverse
-    dtype = next(iter(dtypes.values())).dtype
+def _backward(settings: Settings, saved: Residuals, cotangents: tuple[Carry, Carry]) -> tuple:
+    weights, carry, fresh, carry_fns, stream, carries, pre, apart, _ = saved
+    cell, dtype, reverse = settings.cell, saved.dtype, settings.reverse
     d_last, d_carries = cotangents
     steps = jax.tree.leaves(carries)[0].shape[0]
     first, towards_first = (steps - 1, 1) if reverse else (0, -1)
@@ -243,7 +231,7 @@ def _backward(settings: Settings, residuals: Any, cotangents: tuple[Carry, Carry
                     if leaf is x:
                         direct[slot] = index
                         return pre_t[slot]
-                return _known(cell, dtype, weights, pre_t[slot], slot, x)
+                return known(cell, dtype, weights, pre_t[slot], slot, x)
 
             return cell.update(read, apart_t, product)
 
@@ -254,7 +242,7 @@ def _backward(settings: Settings, residuals: Any, cotangents: tuple[Carry, Carry
 
         prev = previous(t)
         _, pullback = jax.vjp(step, prev, fresh, pre_t, apart_t)
-        d_prev, d_fresh_t, d_pre, d_apart = pullback(_add(d_carry, d_here))
+        d_prev, d_fresh_t, d_pre, d_apart = pullback(add(d_carry, d_here))
 
         # What the products read from the carry itself, all of them at once.
         def read_by_products(prev: Carry, fresh: Carry) -> list[jax.Array]:
@@ -272,7 +260,7 @@ def _backward(settings: Settings, residuals: Any, cotangents: tuple[Carry, Carry
             return pullback({slot: d_pre[slot] for slot in direct})[0]
 
         if direct:
-            skip = _detached(carry_fns, stream_t, prev, set(direct.values()))
+            skip = detached(carry_fns, stream_t, prev, set(direct.values()))
             if skip is None or not any(leaf.ndim > 1 for leaf in jax.tree.leaves(weights)):
                 d_read = d_products(d_pre)
             else:  # h-detach: no gradient passes, so no product is due
@@ -284,9 +272,9 @@ def _backward(settings: Settings, residuals: Any, cotangents: tuple[Carry, Carry
                 )
             _, pullback = jax.vjp(read_by_products, prev, fresh)
             d_prev_read, d_fresh_read = pullback(d_read)
-            d_prev, d_fresh_t = _add(d_prev, d_prev_read), _add(d_fresh_t, d_fresh_read)
+            d_prev, d_fresh_t = add(d_prev, d_prev_read), add(d_fresh_t, d_fresh_read)
         if stream.resets is not None:
-            d_fresh = _add(d_fresh, d_fresh_t)
+            d_fresh = add(d_fresh, d_fresh_t)
         return (d_prev, d_fresh), (d_pre, d_apart)
 
     start = (d_last, jax.tree.map(jnp.zeros_like, fresh))
@@ -295,77 +283,12 @@ def _backward(settings: Settings, residuals: Any, cotangents: tuple[Carry, Carry
         body, start, sequence, reverse=not reverse, unroll=settings.unroll
     )
 
-    # d weights: the products of all steps at once, on the vectors that they read.
-    def inputs_of(prev, pre_t, apart_t, stream_t):
-        read: dict[str, jax.Array] = {}
-
-        def product(slot: str, x: jax.Array) -> jax.Array:
-            read[slot] = x
-            return pre_t[slot]
-
-        advance(lambda c: cell.update(c, apart_t, product), prev, fresh, carry_fns, stream_t)
-        return read
-
-    read = jax.vmap(inputs_of)(shifted(carry, carries, reverse), pre, apart, stream)
-
-    def products(weights: Params) -> Slots:
-        return {slot: cell.product(weights, slot, x, dtype) for slot, x in read.items()}
-
-    _, pullback = jax.vjp(products, weights)
-    (d_weights,) = pullback(d_pre)
-
-    d_z = {}
-    for slot, like in dtypes.items():
-        d_z[slot] = d_apart[slot] if slot in d_apart else d_pre[slot].astype(like.dtype)
+    before = shifted(carry, carries, reverse)
+    d_weights, d_z = gradients(cell, saved, before, d_pre, d_apart)
     return d_weights, d_z, d_carry, d_fresh, None, None
 
 
 _recurrence.defvjp(_forward, _backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 4))
-def _known(
-    cell: Cell, dtype: Any, weights: Params, value: jax.Array, slot: str, x: jax.Array
-) -> jax.Array:
-    """A recurrent product of x whose value is known; only its derivative is computed."""
-    del cell, dtype, weights, slot, x
-    return value
-
-
-def _known_forward(
-    cell: Cell, dtype: Any, weights: Params, value: jax.Array, slot: str, x: jax.Array
-) -> tuple[jax.Array, Any]:
-    del cell, dtype, slot
-    return value, (weights, x)
-
-
-def _known_backward(cell: Cell, dtype: Any, slot: str, kept: Any, d_out: jax.Array) -> tuple:
-    weights, x = kept
-    _, pullback = jax.vjp(lambda x: cell.product(weights, slot, x, dtype), x)
-    return None, d_out, *pullback(d_out)
-
-
-_known.defvjp(_known_forward, _known_backward)
-
-
-def _detached(
-    carry_fns: CarryFns, stream_t: Stream, carry: Carry, leaves: set[int]
-) -> jax.Array | None:
-    """Whether all these leaves are detached for the whole batch; None if that cannot be."""
-    numbered = jax.tree.unflatten(jax.tree.structure(carry), range(len(jax.tree.leaves(carry))))
-    masks: dict[int, jax.Array] = {}
-    for fn, noise_t in zip(carry_fns, stream_t.noise, strict=True):
-        if isinstance(fn, Detach) and noise_t is not None and noise_t.ndim == 0:
-            leaf: Any = get_field(numbered, fn.field)
-            mask = noise_t.astype(bool)
-            masks[leaf] = masks[leaf] | mask if leaf in masks else mask
-    if not leaves <= set(masks):
-        return None
-    return functools.reduce(jnp.logical_and, [masks[leaf] for leaf in sorted(leaves)])
-
-
-def _add(a: Carry, b: Carry) -> Carry:
-    return jax.tree.map(jnp.add, a, b)
 
 
 # Fields that only accumulate.

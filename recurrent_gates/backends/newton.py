@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from recurrent_gates.backends.accumulation import (
+    CarryFns,
     joined,
     only,
     part,
@@ -28,10 +29,22 @@ from recurrent_gates.backends.accumulation import (
     sum_step,
     without,
 )
+from recurrent_gates.backends.blocks import if_so
 from recurrent_gates.backends.shooting import Report, add_up, solve
 from recurrent_gates.base import Carry, Cell, Params
-from recurrent_gates.carry import CarryFn, Damp, Detach, Zoneout, get_field
-from recurrent_gates.scan import Request, Segment, Settings, Stream, advance, kept, masked_output
+from recurrent_gates.carry import Damp, Detach, Zoneout, get_field
+from recurrent_gates.scan import (
+    Request,
+    Segment,
+    Settings,
+    Stream,
+    _checked_carry,
+    _checked_mask,
+    advance,
+    kept,
+    masked_output,
+)
+from recurrent_gates.shapes import expand
 
 _LOGGER = logging.getLogger("recurrent_gates")
 
@@ -40,8 +53,6 @@ CARRY_SIZE = 1 << 28
 
 INCREMENT_SIZE = 1 << 24
 """The most numbers of a projection that increments are computed from at once."""
-
-CarryFns = tuple[CarryFn, ...]
 
 
 def unsupported(request: Request) -> str | None:
@@ -63,7 +74,8 @@ def unsupported(request: Request) -> str | None:
 def chunk(request: Request) -> int | None:
     """The steps per rematerialised chunk that this backend wants, or None for no chunks."""
     steps = jax.tree.leaves(request.xs)[0].shape[0]
-    most = max(1, CARRY_SIZE // sum(leaf.size for leaf in jax.tree.leaves(request.carry)))
+    size = sum(leaf.size for leaf in jax.tree.leaves(request.carry))
+    most = max(1, CARRY_SIZE // max(1, size))
     return most if steps > most else None
 
 
@@ -111,10 +123,19 @@ def report(
     """How the recurrence of a cell converges on a sequence; arguments as in ``unroll``.
 
     Raises:
-      ValueError: if the cell does not say that its recurrent Jacobian is diagonal.
+      ValueError: if shapes do not fit, or if the cell does not say that its recurrent Jacobian is
+        diagonal.
     """
-    fresh = cell.initial(jax.tree.leaves(xs)[0].shape[1:-1])
-    carry = fresh if carry is None else carry
+    leaves = jax.tree.leaves(xs)
+    if not leaves or any(jnp.ndim(leaf) < 2 for leaf in leaves):
+        raise ValueError(f"xs must be [T, *batch, D], got {[jnp.shape(leaf) for leaf in leaves]}.")
+    steps, *batch = leaves[0].shape[:-1]
+    fresh = cell.initial(tuple(batch))
+    carry = fresh if carry is None else _checked_carry("carry", carry, fresh)
+    valid = _checked_mask("valid", valid, steps, tuple(batch))
+    resets = _checked_mask("resets", resets, steps, tuple(batch))
+    if valid is not None:
+        xs = jax.tree.map(lambda x: jnp.where(expand(valid, x), x, jnp.zeros_like(x)), xs)
     settings, stream = Settings(cell, reverse, 1, keep=True), Stream(valid, resets, ())
     reason = unsupported(Request(settings, params, xs, carry, (), stream))
     if reason is not None:
@@ -256,12 +277,13 @@ _recurrence.defvjp(_forward, _backward)
 
 
 def _warn(settings: Settings, direction: str, found: Report | None) -> None:
-    """Warns, when the program runs, of blocks that did not converge; else costs a comparison."""
+    """Warns, when the program runs, of blocks that did not converge; else costs a comparison,
+    under vmap too."""
     if found is None or not found.fell_back.size:
         return
 
     def log(fell_back: Any) -> None:
-        if fell_back.any():  # under vmap this is called for every lane
+        if fell_back.any():  # under vmap the other lanes come along
             _LOGGER.warning(
                 "%s: backend newton ran %d of %d blocks of time in sequence (%s), where Newton's "
                 "method did not converge: see recurrent_gates.backends.newton.report.",
@@ -271,12 +293,8 @@ def _warn(settings: Settings, direction: str, found: Report | None) -> None:
                 direction,
             )
 
-    jax.lax.cond(
-        jnp.any(found.fell_back),
-        lambda fell_back: jax.debug.callback(log, fell_back),
-        lambda fell_back: None,
-        found.fell_back,
-    )
+    fell_back = found.fell_back
+    if_so(jnp.any(fell_back), lambda _: jax.debug.callback(log, fell_back), None)
 
 
 def _increments(cell: Cell, params: Params, xs: Any, before: Carry) -> dict[str, jax.Array]:
@@ -294,7 +312,7 @@ def _increments(cell: Cell, params: Params, xs: Any, before: Carry) -> dict[str,
     z = jax.eval_shape(cell.project, params, xs)
     size = sum(leaf.size for leaf in jax.tree.leaves(z))
     count = min(steps, -(-size // INCREMENT_SIZE))
-    if count == 1:
+    if count <= 1:
         return added((before, xs))
     length = steps // count
     whole = count * length

@@ -23,6 +23,7 @@ from flax import linen as nn
 
 from recurrent_gates.backends import fused
 from recurrent_gates.backends.accumulation import (
+    CarryFns,
     joined,
     only,
     part,
@@ -37,11 +38,9 @@ from recurrent_gates.backends.pallas_gato import (
 )
 from recurrent_gates.backends.pallas_recurrence import recurrence, resident
 from recurrent_gates.base import Carry, Cell, Params, Product, Slots
-from recurrent_gates.carry import CarryFn, Zoneout, get_field
+from recurrent_gates.carry import CarryFn, Zoneout, get_field, set_field
 from recurrent_gates.gato import GATO, TwoLayer
 from recurrent_gates.scan import Request, Segment, Settings, Stream, masked_output
-
-CarryFns = tuple[CarryFn, ...]
 
 # Bytes of recurrent weights that a kernel keeps beside all else: in VMEM, in one SM's registers.
 _RESIDENT = {"tpu": 5 * 2**20, "gpu": 2**17}
@@ -57,13 +56,18 @@ def unsupported(request: Request) -> str | None:
     reason = fused.unsupported(request)
     if reason is not None:
         return reason
+    if not jax.tree_util.treedef_is_leaf(jax.tree.structure(request.xs)):
+        return "its kernels read inputs of one array."
     batch = request.xs.shape[1:-1]
     if any(leaf.ndim != len(batch) + 1 for leaf in jax.tree.leaves(request.carry)):
         return "its kernels hold carries of one feature axis."
+    weights = request.settings.cell.recurrent_weights(request.params)
+    if any(leaf.ndim not in (1, 2) for leaf in jax.tree.leaves(weights)):
+        return "its kernels hold recurrent weights of one axis or two."
     if any(jnp.ndim(leaf) for leaf in jax.tree.leaves(carry_fns)):
         return "a carry function with more than scalars does not fit its kernels."
     for fn, noise in zip(carry_fns, request.stream.noise, strict=True):
-        if _is_key(noise) and not isinstance(fn, Zoneout):
+        if _is_key(noise) and type(fn) is not Zoneout:
             return f"{type(fn).__name__} draws inside the step, where its kernels have no keys."
         for leaf in jax.tree.leaves(noise):
             fits = leaf.ndim == 1 or leaf.shape[1 : len(batch) + 1] == batch
@@ -77,17 +81,19 @@ def _does_not_fit(request: Request, platform: str) -> str | None:
     if platform not in _RESIDENT:
         return None if platform == "cpu" else f"its kernels are not written for {platform}."
     cell, params = request.settings.cell, request.params
-    weights = cell.recurrent_weights(params) or {}
-    dtype = getattr(cell, "dtype", None) or request.xs.dtype
-    widths = {leaf.shape[-1] for leaf in jax.tree.leaves((request.carry, weights))}
-    if platform == "tpu" and jnp.dtype(dtype).itemsize > 4:
+    weights = cell.recurrent_weights(params)
+    z = jax.eval_shape(cell.project, params, request.xs)
+    dtype = jax.tree.leaves(cell.loop_input(z))[0].dtype  # of the products
+    matrices = jax.tree.leaves(jax.eval_shape(lambda w: resident(cell, w, dtype), weights))
+    numbers = jax.tree.leaves((request.carry, z, matrices))
+    if platform == "tpu" and any(leaf.dtype.itemsize > 4 for leaf in numbers):
         return "a TPU kernel has no float64."
     shared = getattr(getattr(cell, "gate", None), "downsize", 1) > 1
     if platform == "tpu" and shared and jax.devices()[0].device_kind in _NO_GATHER:
         return "this TPU's kernels cannot hand a master gate to several units."
+    widths = {leaf.shape[-1] for leaf in jax.tree.leaves((request.carry, weights))}
     if platform == "gpu" and any(width < 16 or width & (width - 1) for width in widths):
         return f"a GPU kernel needs widths that are powers of two from 16, got {sorted(widths)}."
-    matrices = [leaf for leaf in jax.tree.leaves(resident(cell, weights, dtype)) if leaf.size]
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in matrices)
     if size > _RESIDENT[platform]:
         return (
@@ -123,9 +129,7 @@ def segment(
     """A stretch of time; same contract as ``scan_segment``."""
     cell = settings.cell
     steps, *batch = jax.tree.leaves(xs)[0].shape[:-1]
-    noise = tuple(
-        _masks(fn, n, carry, batch) for fn, n in zip(carry_fns, stream.noise, strict=True)
-    )
+    noise = tuple(_masks(fn, n, carry) for fn, n in zip(carry_fns, stream.noise, strict=True))
     stream = stream._replace(noise=noise)
 
     # One batch axis inside; masks get the features' axis, so that a block of them is a matrix.
@@ -151,21 +155,21 @@ def _project(cell: Cell, params: Params, xs: jax.Array) -> Any:
     """``cell.project`` without the k * J pre-activations that a kernel forms by itself."""
     if not _has_kernel(cell):
         return cell.project(params, xs)
-    assert isinstance(cell, GATO)
     return {"f": cell.f.project(params["f"], xs, cell.dtype), "g": None}
 
 
 def _has_kernel(cell: Cell) -> bool:
-    """Whether the cell's increment has a kernel of its own."""
-    return isinstance(cell, GATO) and type(cell.g) is TwoLayer
+    """Whether the cell's increment has a kernel of its own; a subclass may have overridden it."""
+    return type(cell) is GATO and type(cell.g) is TwoLayer
 
 
-def _masks(fn: CarryFn, noise: Any, carry: Carry, batch: list[int]) -> Any:
+def _masks(fn: CarryFn, noise: Any, carry: Carry) -> Any:
     """Noise without PRNG keys: zoneout's as the masks that it draws from them."""
     if not _is_key(noise):
         return noise
-    assert isinstance(fn, Zoneout)
-    return fn._mask(noise, get_field(carry, fn.field).shape[len(batch) :])
+    shape = (noise.shape[0], *get_field(carry, fn.field).shape)
+    old, new = (set_field(carry, fn.field, jnp.full(shape, value)) for value in (True, False))
+    return get_field(fn.after(noise, old, new), fn.field)
 
 
 def _is_key(noise: Any) -> bool:

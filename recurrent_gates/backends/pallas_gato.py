@@ -87,7 +87,8 @@ _two_layer_sum.defvjp(_forward, _backward)
 def _forward_call(platform: str, x: Any, r: Any, first: Any, on_r: Any, out: Any) -> jax.Array:
     count, (hidden, depth, units) = r.shape[0], first.shape
     rows, block = _blocks(platform, count, first, backward=False)
-    x, r = _whole(x, rows), _whole(r, rows)
+    x, r = _whole(x, rows), _whole(r, rows, block)
+    first, on_r, out = (_whole(a, 1, block) for a in (first, on_r, out))
 
     def kernel(x_ref, r_ref, first_ref, on_r_ref, out_ref, total_ref):
         def tile(n: Any, _: None) -> None:
@@ -106,7 +107,7 @@ def _forward_call(platform: str, x: Any, r: Any, first: Any, on_r: Any, out: Any
     by_unit = pl.BlockSpec((hidden, block), lambda u, n: (0, u))
     total = pl.pallas_call(
         kernel,
-        grid=(units // block, x.shape[0] // rows),
+        grid=(r.shape[1] // block, x.shape[0] // rows),
         in_specs=[
             pl.BlockSpec((rows, depth), lambda u, n: (n, 0)),
             pl.BlockSpec((rows, block), lambda u, n: (n, u)),
@@ -119,7 +120,7 @@ def _forward_call(platform: str, x: Any, r: Any, first: Any, on_r: Any, out: Any
         compiler_params=compiler_params(platform, 2, state=False),
         interpret=platform == "cpu",
     )(x, r, first, on_r, out)
-    return total[:count]
+    return total[:count, :units]
 
 
 def _backward_call(
@@ -127,8 +128,9 @@ def _backward_call(
 ) -> tuple[jax.Array, ...]:
     count, (hidden, depth, units) = r.shape[0], first.shape
     rows, block = _blocks(platform, count, first, backward=True)
-    x, r, d_total = (_whole(a, rows) for a in (x, r, d_total))
-    blocks = x.shape[0] // rows
+    x, r, d_total = _whole(x, rows), _whole(r, rows, block), _whole(d_total, rows, block)
+    first, on_r, out = (_whole(a, 1, block) for a in (first, on_r, out))
+    blocks, unit_blocks = x.shape[0] // rows, r.shape[1] // block
     # On a TPU one program after another adds to the weights' gradients; on a GPU all run at
     # once and each has its own, added up at the end.
     parts, in_turn = (blocks, 1) if platform == "cuda" else (1, blocks)
@@ -171,10 +173,10 @@ def _backward_call(
     by_unit = pl.BlockSpec((hidden, block), lambda p, u, n: (0, u))
     by_row = pl.BlockSpec((rows, block), lambda p, u, n: (row(p, n), u))
     part = pl.BlockSpec((1, hidden, block), lambda p, u, n: (p, 0, u))
-    sums = jax.ShapeDtypeStruct((parts, hidden, units), r.dtype)
+    sums = jax.ShapeDtypeStruct((parts, *out.shape), r.dtype)
     d_x, d_r, d_first, d_on_r, d_out = pl.pallas_call(
         kernel,
-        grid=(parts, units // block, in_turn),
+        grid=(parts, unit_blocks, in_turn),
         in_specs=[
             pl.BlockSpec((rows, depth), lambda p, u, n: (row(p, n), 0)),
             by_row,
@@ -191,7 +193,7 @@ def _backward_call(
             part,
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((units // block, *x.shape), r.dtype),
+            jax.ShapeDtypeStruct((unit_blocks, *x.shape), r.dtype),
             jax.ShapeDtypeStruct(r.shape, r.dtype),
             jax.ShapeDtypeStruct((parts, *first.shape), r.dtype),
             sums,
@@ -200,8 +202,9 @@ def _backward_call(
         compiler_params=compiler_params(platform, 3, state=True),
         interpret=platform == "cpu",
     )(x, r, d_total, first, on_r, out)
-    d_x, d_first, d_on_r, d_out = (a.sum(axis=0) for a in (d_x, d_first, d_on_r, d_out))
-    return d_x[:count].astype(x.dtype), d_r[:count], d_first.astype(first.dtype), d_on_r, d_out
+    d_x = d_x.sum(axis=0)[:count].astype(x.dtype)
+    d_first, d_on_r, d_out = (a.sum(axis=0)[..., :units] for a in (d_first, d_on_r, d_out))
+    return d_x, d_r[:count, :units], d_first.astype(first.dtype), d_on_r, d_out
 
 
 def _dot(a: jax.Array, b: jax.Array, over_a: int, over_b: int, dtype: Any) -> jax.Array:
@@ -226,7 +229,8 @@ def _blocks(platform: str, count: int, first: jax.Array, *, backward: bool) -> t
     return rows, block
 
 
-def _whole(a: jax.Array, rows: int) -> jax.Array:
-    """With rows of zeros up to whole blocks."""
-    padding = -a.shape[0] % rows
-    return jnp.pad(a, ((0, padding), (0, 0))) if padding else a
+def _whole(a: jax.Array, rows: int, columns: int = 1) -> jax.Array:
+    """With zeros on the first and the last axis up to whole blocks."""
+    padding = (-a.shape[0] % rows, -a.shape[-1] % columns)
+    widths = ((0, padding[0]), *[(0, 0)] * (a.ndim - 2), (0, padding[1]))
+    return jnp.pad(a, widths) if any(padding) else a

@@ -8,14 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from recurrent_gates.backends import fused
-from recurrent_gates.backends.accumulation import shifted
+from recurrent_gates.backends.accumulation import CarryFns, shifted
 from recurrent_gates.backends.pallas_loop import time_loop
-from recurrent_gates.base import Carry, Cell, Params, SlotCell, Slots, pre_activations
-from recurrent_gates.carry import CarryFn
+from recurrent_gates.backends.products import (
+    Residuals,
+    add,
+    detached,
+    gradients,
+    known,
+    recorded_step,
+    residuals,
+)
+from recurrent_gates.base import Carry, Cell, Params, SlotCell, Slots
 from recurrent_gates.scan import Settings, Stream, advance
-
-CarryFns = tuple[CarryFn, ...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -57,14 +62,7 @@ def _forward(
     def body(shared: Any, fresh: Carry, c: Carry, inputs: Any) -> tuple[Carry, Any]:
         weights, carry_fns = shared
         z_t, stream_t = inputs
-        pre: dict[str, jax.Array] = {}
-        whole = pre_activations(functools.partial(cell.product, weights), z_t, cell.separate)
-
-        def product(slot: str, x: jax.Array) -> jax.Array:
-            pre[slot] = whole(slot, x)
-            return pre[slot]
-
-        c = advance(lambda c: cell.update(c, z_t, product), c, fresh, carry_fns, stream_t)
+        c, pre = recorded_step(cell, weights, z_t, c, fresh, carry_fns, stream_t)
         return c, (c, pre)
 
     shared = (resident(cell, weights, dtype), carry_fns)
@@ -72,16 +70,13 @@ def _forward(
     last, (carries, pre) = time_loop(
         body, shared, rows, carry, (z, stream), reverse=settings.reverse
     )
-    apart = {slot: z[slot] for slot in cell.separate}
-    dtypes = {slot: jnp.zeros((), value.dtype) for slot, value in z.items()}
-    kept = (weights, carry, fresh, carry_fns, stream, carries, pre, apart, dtypes)
-    return (last, carries), kept
+    inputs = (weights, z, carry, fresh, carry_fns, stream)
+    return (last, carries), residuals(cell, *inputs, carries, pre)
 
 
-def _backward(settings: Settings, kept: Any, cotangents: tuple[Carry, Carry]) -> tuple:
-    weights, carry, fresh, carry_fns, stream, carries, pre, apart, dtypes = kept
-    cell, reverse = settings.cell, settings.reverse
-    dtype = next(iter(dtypes.values())).dtype
+def _backward(settings: Settings, saved: Residuals, cotangents: tuple[Carry, Carry]) -> tuple:
+    weights, carry, fresh, carry_fns, stream, carries, pre, apart, _ = saved
+    cell, dtype, reverse = settings.cell, saved.dtype, settings.reverse
     d_last, d_carries = cotangents
     before = shifted(carry, carries, reverse)
 
@@ -99,7 +94,7 @@ def _backward(settings: Settings, kept: Any, cotangents: tuple[Carry, Carry]) ->
                     def product(slot: str, x: jax.Array) -> jax.Array:
                         if not products and any(leaf is x for leaf in leaves):
                             return pre_t[slot]
-                        return fused._known(cell, dtype, weights, pre_t[slot], slot, x)
+                        return known(cell, dtype, weights, pre_t[slot], slot, x)
 
                     return cell.update(read, apart_t, product)
 
@@ -108,16 +103,16 @@ def _backward(settings: Settings, kept: Any, cotangents: tuple[Carry, Carry]) ->
             _, pullback = jax.vjp(step, prev, fresh, pre_t, apart_t)
             return pullback(d_new)
 
-        skip = fused._detached(carry_fns, stream_t, prev, direct) if direct else None
+        skip = detached(carry_fns, stream_t, prev, direct) if direct else None
         pull_all = functools.partial(pull, products=True)
-        d_new = fused._add(d_carry, d_here)
+        d_new = add(d_carry, d_here)
         if skip is None:
             pulled = pull_all(d_new)
         else:  # h-detach: no gradient passes these products, so they are not due
             pulled = jax.lax.cond(skip, functools.partial(pull, products=False), pull_all, d_new)
         d_prev, d_fresh_t, d_pre, d_apart = pulled
         if d_fresh is not None:
-            d_fresh = fused._add(d_fresh, d_fresh_t)
+            d_fresh = add(d_fresh, d_fresh_t)
         return (d_prev, d_fresh), (d_pre, d_apart)
 
     zeros = jax.tree.map(jnp.zeros_like, fresh)
@@ -132,28 +127,7 @@ def _backward(settings: Settings, kept: Any, cotangents: tuple[Carry, Carry]) ->
     )
     d_fresh = zeros if d_rows is None else d_rows
 
-    # d weights: the products of all steps at once, on the vectors that they read.
-    def inputs_of(prev: Carry, pre_t: Slots, apart_t: Slots, stream_t: Stream) -> Slots:
-        read: dict[str, jax.Array] = {}
-
-        def product(slot: str, x: jax.Array) -> jax.Array:
-            read[slot] = x
-            return pre_t[slot]
-
-        advance(lambda c: cell.update(c, apart_t, product), prev, fresh, carry_fns, stream_t)
-        return read
-
-    read = jax.vmap(inputs_of)(before, pre, apart, stream)
-
-    def products(weights: Params) -> Slots:
-        return {slot: cell.product(weights, slot, x, dtype) for slot, x in read.items()}
-
-    _, pullback = jax.vjp(products, weights)
-    (d_weights,) = pullback(d_pre)
-
-    d_z = {}
-    for slot, like in dtypes.items():
-        d_z[slot] = d_apart[slot] if slot in d_apart else d_pre[slot].astype(like.dtype)
+    d_weights, d_z = gradients(cell, saved, before, d_pre, d_apart)
     return d_weights, d_z, d_carry, d_fresh, None, None
 
 

@@ -27,6 +27,7 @@ from recurrent_gates.backends.blocks import (
     Step,
     Tree,
     follow,
+    if_so,
     in_sequence,
     join,
     shoot_all,
@@ -39,11 +40,13 @@ WARM_UP = 32
 PASSES = 12
 """The most passes over the blocks before what is left is run in sequence."""
 
-PLAIN = 3
+PLAIN = 4
 """Passes after which slopes are clipped to [-1, 1]."""
 
-ROUNDINGS = 8
-"""How far a block may start from where the block before ends, in roundings of the dtype."""
+ROUNDINGS = 16
+"""How far a block may start from where the block before ends, in roundings of the dtype, relative
+to the largest end of the unit so far: errors travel forwards, so later values excuse nothing. A
+block that grows all along makes about 12 of its own."""
 
 
 class Report(NamedTuple):
@@ -53,7 +56,7 @@ class Report(NamedTuple):
       passes: int, passes over the blocks after the first guess; more than ``PLAIN`` where plain
         Newton was not enough and starts were searched for.
       gaps: float ``[N]``, by how much each block's start missed the end of the block before it
-        after the last pass, relative to the unit's largest end.
+        after the last pass, relative to the unit's largest end so far.
       damped: bool ``[N]``, blocks in which a slope was clipped.
       fell_back: bool ``[N]``, blocks that were run again in sequence.
     """
@@ -110,7 +113,7 @@ def solve(
     # The first correction takes every slope as 0, so that the first pass need not have them.
     slopes = jax.tree.map(jnp.zeros_like, starts)
     ends, _, states = shoot(starts, None, blocks)
-    gaps = _gaps(starts, ends, _scale(ends))
+    gaps = _gaps(starts, ends)
 
     def go_on(state: Any) -> jax.Array:
         passes, gaps = state[0], state[1]
@@ -124,22 +127,18 @@ def solve(
             damp = passes > PLAIN
             clipped = jax.tree.map(lambda d: jnp.where(damp, jnp.clip(d, -1, 1), d), slopes)
             damped = damped | _any_differs(clipped, slopes)
-            starts = jax.lax.cond(
-                passes == PLAIN,
-                lambda: _search(shoot, starts, ends, blocks),
-                lambda: _newton(starts, ends, clipped),
-            )
+            new = _newton(starts, ends, clipped)
+            search = functools.partial(_search, shoot, starts, ends, blocks)
+            starts = if_so(passes == PLAIN, lambda _: search(), new)
         ones = jax.tree.map(jnp.ones_like, starts)
         ends, slopes, states = shoot(starts, ones, blocks)
-        gaps = _gaps(starts, ends, _scale(ends))
+        gaps = _gaps(starts, ends)
         return passes + 1, gaps, damped, starts, ends, slopes, states
 
     none = jnp.zeros((count,), bool)
     passes, gaps, damped, starts, ends, _, states = jax.lax.while_loop(
         go_on, correct, (jnp.asarray(1), gaps, none, starts, ends, slopes, states)
     )
-
-    scale = _scale(ends)
 
     def unfit(state: Any) -> jax.Array:
         return jnp.any(state[0] > _tolerance(gaps))
@@ -156,9 +155,8 @@ def solve(
             for many, one in ((starts, first), (ends, end))
         )
         states = jax.tree.map(lambda all_, one: all_.at[at].set(one), states, inside)
-        return _gaps(starts, ends, scale), fell_back.at[n].set(True), starts, ends, states
+        return _gaps(starts, ends), fell_back.at[n].set(True), starts, ends, states
 
-    # A loop and not a cond, which vmap would turn into running it always.
     _, fell_back, _, ends, states = jax.lax.while_loop(
         unfit, run_again, (gaps, none, starts, ends, states)
     )
@@ -276,25 +274,26 @@ def _scale(ends: Tree) -> Tree:
     return jax.tree.map(scale, ends)
 
 
-def _gaps(starts: Tree, ends: Tree, scale: Tree) -> jax.Array:
-    """The largest |end of the block before - start| / scale of each block, ``[N]``."""
+def _gaps(starts: Tree, ends: Tree) -> jax.Array:
+    """The largest |end of the block before - start| of each block, ``[N]``, relative to the
+    unit's largest finite end up to there."""
 
-    def gap(start: jax.Array, end: jax.Array, scale: jax.Array) -> jax.Array:
+    def gap(start: jax.Array, end: jax.Array) -> jax.Array:
         known, reached = start[1:], end[:-1]
-        missed = jnp.abs(reached - known) / scale[None]
+        size = jnp.abs(jnp.concatenate([start[:1], reached]))
+        largest = jax.lax.cummax(jnp.where(jnp.isfinite(size), size, 0))[1:]
+        missed = jnp.abs(reached - known) / jnp.maximum(largest, jnp.finfo(end.dtype).tiny)
         missed = jnp.where(jnp.isnan(missed), jnp.inf, missed)
         # A run that has diverged is solved too: NaN follows NaN.
         same = (reached == known) | (jnp.isnan(reached) & jnp.isnan(known))
         missed = jnp.where(same, 0, missed)
-        return jnp.max(missed.reshape(missed.shape[0], -1), axis=1, initial=0)
+        return jnp.max(missed, axis=range(1, missed.ndim), initial=0)
 
-    worst = functools.reduce(jnp.maximum, jax.tree.leaves(jax.tree.map(gap, starts, ends, scale)))
+    worst = functools.reduce(jnp.maximum, jax.tree.leaves(jax.tree.map(gap, starts, ends)))
     return jnp.concatenate([jnp.zeros_like(worst[:1]), worst])
 
 
 def _any_differs(a: Tree, b: Tree) -> jax.Array:
     """Whether any unit of a block differs, ``[N]``; NaN is no difference."""
-    found = jax.tree.map(
-        lambda a, b: jnp.any(((a < b) | (a > b)).reshape(a.shape[0], -1), axis=1), a, b
-    )
+    found = jax.tree.map(lambda a, b: jnp.any((a < b) | (a > b), axis=range(1, a.ndim)), a, b)
     return functools.reduce(jnp.logical_or, jax.tree.leaves(found))

@@ -12,7 +12,7 @@ import pytest
 from flax import linen as nn
 from matplotlib.figure import Figure
 
-from experiments import copy, flags, train
+from experiments import copy, flags, reporting, train
 from experiments.learner import Learner
 from experiments.tasks import Batch, Metric
 from tests.experiments.support import assert_same_bits, binary, leaves, tiny
@@ -314,3 +314,8 @@ def test_halved_rates_are_reported_and_used(tmp_path):
         rate = rate / 2 if losses[step] > losses[step - 1] else rate
         assert found[step + 1]["learning_rate"] == [pytest.approx(rate, rel=1e-6)]
     assert rate < 1.5
+
+
+def test_small_numbers_are_not_printed_as_zeros():
+    shown = [reporting.number(x) for x in (0.0, 0.9934, 0.00123, 0.000999, -4.31e-5, 12.0)]
+    assert shown == ["0.0000", "0.9934", "0.0012", "1.0e-03", "-4.3e-05", "12.0000"]

@@ -16,8 +16,14 @@ def test_there_is_a_gpu():
     assert jax.default_backend() == "gpu", "make test-gpu needs a GPU that JAX can see"
 
 
-@pytest.mark.parametrize("name", ["lstm", "ur_lstm", "gru", "ur_gru", "janet", "gato1", "gato2"])
-def test_fused_is_the_scan_on_a_gpu(name):
+CELLS = ["lstm", "ur_lstm", "gru", "ur_gru", "janet", "gato1", "gato2"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [*(("fused", name) for name in CELLS), ("newton", "gato1"), ("newton", "gato2")],
+)
+def test_fused_and_newton_are_the_scan_on_a_gpu(backend, name):
     cell = rg.CELLS[name](32, param_dtype=jnp.float64)
     field = cell.initial(())._fields[0 if name.startswith("gato") else -1]
     params, carry = parameters(cell, 5), state(cell, (4,))
@@ -39,7 +45,35 @@ def test_fused_is_the_scan_on_a_gpu(name):
         return jnp.sum(ys * cotangent)
 
     run = jax.jit(jax.value_and_grad(loss, argnums=(1, 2, 3)), static_argnums=0)
-    assert_close(run("fused", params, xs, carry), run("scan", params, xs, carry))
+    assert_close(run(backend, params, xs, carry), run("scan", params, xs, carry))
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")  # jax 0.12
+@pytest.mark.parametrize("name", ["lstm", "ur_gru", "gato1", "gato2"])
+def test_pallas_is_the_scan_on_a_gpu(x32, name):
+    cell = rg.CELLS[name](32)
+    field = cell.initial(())._fields[0 if name.startswith("gato") else -1]
+    trees = parameters(cell, 5), array(0, 50, 4, 5), state(cell, (4,))
+    cotangents = state(cell, (4,), seed=1), array(1, 50, 4, 32)
+    trees, cotangents = jax.tree.map(lambda x: x.astype(jnp.float32), (trees, cotangents))
+    detached = jax.random.bernoulli(jax.random.key(0), 0.5, (50,))
+
+    def run(backend):
+        def forward(params, xs, carry):
+            how = dict(lengths=jnp.array([50, 31, 7, 0]), noise=(detached,), backend=backend)
+            return rg.unroll(
+                cell, params, xs, carry, carry_fns=(rg.Detach(0.5, field=field),), **how
+            )
+
+        @jax.jit
+        def pull(*arrays):
+            out, pullback = jax.vjp(forward, *arrays)
+            return out, pullback(cotangents)
+
+        return pull(*trees)
+
+    with jax.default_matmul_precision("highest"):  # no TF32; float32 over some hundred terms
+        assert_close(run("pallas"), run("scan"), 1e-4)
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -156,7 +156,10 @@ class MismatchError(Exception):
 
 
 def check_equal(name: str, actual: Any, expected: Any, tolerance: float) -> float:
-    """The largest relative error max|a - b| / max|b| over the arrays of two trees.
+    """The largest relative error ||a - b|| / ||b|| over the arrays of two trees.
+
+    In Euclidean norms, since a ReLU whose input is zero but for rounding is on in one program and
+    off in another, which shows in single elements. A wrong row among thousands still shows.
 
     Raises:
       MismatchError: if it is not below the tolerance, or a value is not finite; the sentence names
@@ -171,7 +174,7 @@ def check_equal(name: str, actual: Any, expected: Any, tolerance: float) -> floa
         a, b = (np.asarray(array, np.float64) for array in (got[path], b))
         if a.shape != b.shape:
             raise MismatchError(f"{where} has shape {a.shape}, not {b.shape}.")
-        error = float(np.max(np.abs(a - b)) / (np.max(np.abs(b)) or 1.0))
+        error = float(np.linalg.norm((a - b).ravel()) / (np.linalg.norm(b.ravel()) or 1.0))
         if not error < tolerance:  # NaN is not below
             raise MismatchError(f"{where} is off by {error:.1e}, not below {tolerance:.0e}.")
         largest = max(largest, error)

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from jax import export
 
+from recurrent_gates import pointwise
 from recurrent_gates.base import (
     Activation,
     Cell,
@@ -155,7 +155,7 @@ class OneLayer(SlotMap):
 
     def combine(self, params: Params, r: jax.Array, product: Product) -> jax.Array:
         del params
-        return jax.nn.softplus(product("s", r))  # GATO eq. (5)
+        return pointwise.softplus(product("s", r))  # GATO eq. (5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,17 +193,7 @@ class TwoLayer(SlotMap):
         out = params["out_kernel"].astype(first.dtype)
         total = jnp.sum(first * lead(out, first), axis=-2)
         total = total + lead(params["out_bias"].astype(first.dtype), total)
-        return jax.nn.softplus(total)  # GATO eq. (6)
-
-
-def _wrap(s: jax.Array, period: float | None) -> jax.Array:
-    """s less whole periods; derivative 1."""
-    if period is None:
-        return s
-    turns = jnp.floor(s / period)
-    # 2 pi in float32 is off by 2e-7: over 65,536 steps and 7,000 turns, by 1e-3 without the rest.
-    rounded = np.asarray(period, s.dtype).item()
-    return s - rounded * turns - (period - rounded) * turns
+        return pointwise.softplus(total)  # GATO eq. (6)
 
 
 def gato_step(
@@ -229,7 +219,7 @@ def gato_step(
       The next r and s, float32 at least.
     """
     s = carry.s + g(params.get("g", {}), carry.r, z_t["g"])
-    return GATOState(f(params.get("f", {}), carry.r, z_t["f"]), _wrap(s, period))
+    return GATOState(f(params.get("f", {}), carry.r, z_t["f"]), pointwise.wrap(s, period))
 
 
 class GATO(Cell):
@@ -340,7 +330,7 @@ class GATO(Cell):
     @nn.nowrap
     def bounded(self, name: str, total: jax.Array) -> jax.Array:
         del name
-        return _wrap(total, self.period)
+        return pointwise.wrap(total, self.period)
 
     @nn.nowrap
     def step(self, params: Params, carry: GATOState, z_t: Any) -> GATOState:
@@ -364,7 +354,9 @@ class GATO(Cell):
     def emit(self, params: Params, carry: GATOState, z: Any) -> jax.Array:
         del params
         dtype = jax.tree.leaves(z)[0].dtype
-        y = self.gamma(carry.s)
+        # s is kept within a period, where a cosine costs less than for any s.
+        bounded_cos = self.gamma is jnp.cos and self.period is not None
+        y = (pointwise.cos if bounded_cos else self.gamma)(carry.s)
         if not self.emit_s_only:
             y = jnp.concatenate([y, carry.r], axis=-1)
         return y.astype(dtype)

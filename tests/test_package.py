@@ -22,12 +22,18 @@ VERSION = recurrent_gates.__version__
 # A module imports from the lines above its own.
 ORDER = (
     {"version", "shapes"},
-    {"initializers", "carry"},
+    {"initializers", "carry", "pointwise"},
     {"gates"},
     {"base"},
     {"gato", "scan", "backends.blocks"},
     {"cells", "backends", "backends.accumulation", "backends.pallas_body", "backends.shooting"},
-    {"backends.products", "backends.newton", "backends.cudnn", "backends.pallas_loop"},
+    {
+        "backends.products",
+        "backends.newton",
+        "backends.cudnn",
+        "backends.pallas_loop",
+        "backends.two_layer",
+    },
     {"backends.fused", "backends.pallas_gato", "backends.pallas_recurrence", "layers", "interop"},
     {"backends.pallas", "testing", "analysis", "gate_theory"},
     {"desiderata"},

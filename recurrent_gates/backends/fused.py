@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from recurrent_gates.backends import two_layer
 from recurrent_gates.backends.accumulation import (
     CarryFns,
     joined,
@@ -37,9 +38,11 @@ from recurrent_gates.backends.products import (
     known,
     recorded_step,
     residuals,
+    rows,
 )
 from recurrent_gates.base import Carry, Params, Slots
 from recurrent_gates.carry import apply_before, get_field
+from recurrent_gates.gato import GATO
 from recurrent_gates.scan import (
     Request,
     Segment,
@@ -81,7 +84,10 @@ def chunk(request: Request) -> int | None:
     if not (cpu or cell.accumulated) or not steps:
         return None
     weights = cell.recurrent_weights(request.params)
-    whole = _bytes(jax.eval_shape(cell.project, request.params, request.xs))
+    z = jax.eval_shape(cell.project, request.params, request.xs)
+    if two_layer.serves(cell, request.params, request.xs, request.carry):
+        z = cell.loop_input(z)  # what increments read is never formed
+    whole = _bytes(z)
     budget = max(_CACHE_BYTES, 2 * _bytes(weights)) if cpu else _CHUNK_BYTES
     most = max(2, steps * budget // max(whole, 1))
     if most >= steps:
@@ -106,7 +112,9 @@ def segment(
 ) -> Segment:
     """A stretch of time; same contract as ``scan_segment``."""
     cell = settings.cell
-    z = cell.project(params, xs)
+    lead = jax.tree.leaves(xs)[0].shape[:-1]
+    z = cell.project(params, jax.tree.map(rows, xs))
+    z = jax.tree.map(lambda a: a.reshape(*lead, a.shape[-1]), z)
     weights = cell.recurrent_weights(params)
     z_loop = cell.loop_input(z)
     if not cell.accumulated:
@@ -122,7 +130,8 @@ def segment(
             loop_fns,
             loop_stream,
         )
-        last, carries = _accumulate(settings, params, z, carry, fresh, carry_fns, stream, looped)
+        start = (carry, fresh, carry_fns, stream)
+        last, carries = _accumulate(settings, params, xs, z, *start, looped)
     ys = masked_output(stream.valid, cell.emit(params, carries, z))
     return Segment(last, ys, carries if keep_carries else None)
 
@@ -297,6 +306,7 @@ _recurrence.defvjp(_forward, _backward)
 def _accumulate(
     settings: Settings,
     params: Params,
+    xs: Any,
     z: Any,
     carry: Carry,
     fresh: Carry,
@@ -309,7 +319,11 @@ def _accumulate(
     loop_fns, loop_stream = part(cell, carry_fns, stream, accumulated=False)
     sum_fns, sum_stream = part(cell, carry_fns, stream, accumulated=True)
     before = read_by_increments(cell, carry, fresh, loop_fns, loop_stream, looped, settings.reverse)
-    added = cell.increment(params, before, z)
+    if two_layer.serves(cell, params, xs, carry):
+        assert isinstance(cell, GATO)
+        added = {"s": two_layer.increment(params["g"], before.r, xs, cell.dtype)}
+    else:
+        added = cell.increment(params, before, z)
 
     def body(total: Carry, inputs: Any) -> tuple[Carry, Carry]:
         added_t, stream_t = inputs

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from recurrent_gates.backends import fused
+from recurrent_gates.backends import fused, two_layer
 from recurrent_gates.backends.accumulation import (
     CarryFns,
     joined,
@@ -39,7 +39,6 @@ from recurrent_gates.backends.pallas_gato import (
 from recurrent_gates.backends.pallas_recurrence import recurrence, resident
 from recurrent_gates.base import Carry, Cell, Params, Product, Slots
 from recurrent_gates.carry import CarryFn, Zoneout, get_field, set_field
-from recurrent_gates.gato import GATO, TwoLayer
 from recurrent_gates.scan import Request, Segment, Settings, Stream, masked_output
 
 # Bytes of recurrent weights that a kernel keeps beside all else: in VMEM, in one SM's registers.
@@ -100,7 +99,7 @@ def _does_not_fit(request: Request, platform: str) -> str | None:
             f"its recurrent weights are {size} bytes and must stay on the chip, "
             f"where {_RESIDENT[platform]} fit."
         )
-    if _has_kernel(cell):
+    if two_layer.is_two_layer(cell):
         hidden, depth = cell.g.hidden, padded_features(request.xs.shape[-1])
         if hidden * depth > MOST_FIRST_LAYER:
             return (
@@ -153,14 +152,9 @@ def segment(
 
 def _project(cell: Cell, params: Params, xs: jax.Array) -> Any:
     """``cell.project`` without the k * J pre-activations that a kernel forms by itself."""
-    if not _has_kernel(cell):
+    if not two_layer.is_two_layer(cell):
         return cell.project(params, xs)
     return {"f": cell.f.project(params["f"], xs, cell.dtype), "g": None}
-
-
-def _has_kernel(cell: Cell) -> bool:
-    """Whether the cell's increment has a kernel of its own; a subclass may have overridden it."""
-    return type(cell) is GATO and type(cell.g) is TwoLayer
 
 
 def _masks(fn: CarryFn, noise: Any, carry: Carry) -> Any:
@@ -226,7 +220,7 @@ def _accumulating(
         loop_stream,
     )
     before = read_by_increments(cell, carry, fresh, loop_fns, loop_stream, looped, reverse)
-    if _has_kernel(cell):
+    if two_layer.is_two_layer(cell):
         added = {"s": two_layer_increment(params["g"], before.r, xs, cell.dtype)}
     else:
         added = cell.increment(params, before, z)

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from recurrent_gates.backends import two_layer
 from recurrent_gates.backends.pallas_loop import ON_CHIP, compiler_params, on_platform
 from recurrent_gates.base import Params
-from recurrent_gates.shapes import lead
 
 MOST_FIRST_LAYER = 4096
 """The largest k times (padded) D that a kernel holds for a block of 128 units."""
@@ -28,33 +28,10 @@ TILE = 32
 def two_layer_increment(params: Params, r: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
     """``TwoLayer()(params, r, project(params, x))``: softplus(F(x, r)) (GATO, eq. 6).
 
-    Args:
-      params: of a ``TwoLayer``, k hidden units for each of J.
-      r: ``[T, B, J]``, float32 or wider.
-      x: inputs ``[T, B, D]``.
-      dtype: dtype of the product with x; None: that of x and the kernel together.
-
-    Returns:
-      ``[T, B, J]`` in r's dtype.
+    As ``two_layer.increment``.
     """
-    kernel, out = params["kernel"]["s"], params["out_kernel"].astype(r.dtype)
-    dtype = dtype or jnp.result_type(x, kernel)
-    hidden, units = out.shape
-    bias = params["bias"]["s"]
-    if "recurrent_bias" in params:
-        bias = bias + params["recurrent_bias"]["s"]
-    # The bias is the weight of a feature that is 1; more zeros make it fit tensor cores.
-    features = x.shape[-1]
-    padding = padded_features(features) - features - 1
-    x = jnp.concatenate([x.astype(dtype), jnp.ones((*x.shape[:-1], 1), dtype)], axis=-1)
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, padding)))
-    first = jnp.concatenate([kernel.astype(dtype), bias.astype(dtype)[None]])
-    first = jnp.pad(first, ((0, padding), (0, 0))).reshape(-1, hidden, units).swapaxes(0, 1)
-    on_r = params["recurrent_kernel"]["s"].astype(r.dtype).reshape(hidden, units)
-    rows = (x.reshape(-1, x.shape[-1]), r.reshape(-1, units))
-    total = _two_layer_sum(*rows, first, on_r, out).reshape(r.shape)
-    total = total + lead(params["out_bias"].astype(total.dtype), total)
-    return jax.nn.softplus(total)  # GATO eq. (6)
+    zeros = padded_features(x.shape[-1]) - x.shape[-1] - 1  # to fit tensor cores
+    return two_layer.increment(params, r, x, dtype, _two_layer_sum, zeros)
 
 
 def padded_features(features: int) -> int:

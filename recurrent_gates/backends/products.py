@@ -121,10 +121,10 @@ def gradients(
     read = jax.vmap(inputs_of)(before, kept.pre, kept.apart, kept.stream)
 
     def products(weights: Params) -> Slots:
-        return {slot: cell.product(weights, slot, x, kept.dtype) for slot, x in read.items()}
+        return {slot: cell.product(weights, slot, rows(x), kept.dtype) for slot, x in read.items()}
 
     _, pullback = jax.vjp(products, kept.weights)
-    (d_weights,) = pullback(d_pre)
+    (d_weights,) = pullback(jax.tree.map(rows, d_pre))
     d_z = {}
     for slot, like in kept.dtypes.items():
         d_z[slot] = d_apart[slot] if slot in d_apart else d_pre[slot].astype(like.dtype)
@@ -170,6 +170,15 @@ def detached(
     if not leaves <= set(masks):
         return None
     return functools.reduce(jnp.logical_and, [masks[leaf] for leaf in sorted(leaves)])
+
+
+def rows(x: jax.Array) -> jax.Array:
+    """``[T, *batch, width]`` as ``[n, width]`` on a CPU.
+
+    A sum of products over two axes is not left to XLA there: it transposes a copy first. Elsewhere
+    x itself, so that a sharded batch stays an axis of its own.
+    """
+    return x.reshape(-1, x.shape[-1]) if jax.default_backend() == "cpu" else x
 
 
 def add(a: Carry, b: Carry) -> Carry:

@@ -1,0 +1,118 @@
+"""The two-layer increment from its inputs: values and gradients against a loop over everything."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import recurrent_gates as rg
+from recurrent_gates.backends import two_layer
+
+from .support import array, assert_close, parameters, state
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+HIDDEN, UNITS = 3, 5
+WIDE = {"param_dtype": jnp.float64}
+
+
+def weights(features):
+    return (
+        array(1, HIDDEN, features, UNITS),
+        array(2, HIDDEN, UNITS),
+        array(3, HIDDEN, UNITS),
+    )
+
+
+def by_hand(x, r, first, on_r, out, d):
+    """The sum and all its gradients, hidden unit by hidden unit and row by row."""
+    x, r, first, on_r, out, d = (np.asarray(a) for a in (x, r, first, on_r, out, d))
+    total = np.zeros_like(r)
+    d_x, d_r, d_first, d_on_r, d_out = (np.zeros_like(a) for a in (x, r, first, on_r, out))
+    for n in range(len(x)):
+        for i in range(HIDDEN):
+            for j in range(UNITS):
+                p = x[n] @ first[i, :, j] + on_r[i, j] * r[n, j]
+                if p <= 0:
+                    continue
+                total[n, j] += out[i, j] * p
+                d_out[i, j] += d[n, j] * p
+                d_p = d[n, j] * out[i, j]
+                d_x[n] += d_p * first[i, :, j]
+                d_r[n, j] += d_p * on_r[i, j]
+                d_first[i, :, j] += d_p * x[n]
+                d_on_r[i, j] += d_p * r[n, j]
+    return total, (d_x, d_r, d_first, d_on_r, d_out)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 97, 200])
+@pytest.mark.parametrize("features", [1, 4])
+def test_value_and_gradients(rows, features):
+    x, r, d = (array(4, rows, features), array(5, rows, UNITS), array(6, rows, UNITS))
+    total, pullback = jax.vjp(two_layer._total, x, r, *weights(features))
+    assert_close((total, pullback(d)), by_hand(x, r, *weights(features), d))
+
+
+def test_lanes():
+    """Under vmap, with weights of their own or shared."""
+    x, r, d = array(7, 2, 20, 3), array(8, 2, 20, UNITS), array(9, 2, 20, UNITS)
+    own = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), weights(3))
+
+    def run(x, r, d, *w):
+        total, pullback = jax.vjp(two_layer._total, x, r, *w)
+        return total, pullback(d)
+
+    together = jax.vmap(run)(x, r, d, *own)
+    for lane in range(2):
+        expected = by_hand(x[lane], r[lane], *[w[lane] for w in own], d[lane])
+        assert_close(jax.tree.map(lambda a: a[lane], together), expected)  # noqa: B023
+    shared = jax.vmap(run, in_axes=(0, 0, 0, None, None, None))(x, r, d, *weights(3))
+    assert_close(jax.tree.map(lambda a: a[1], shared), by_hand(x[1], r[1], *weights(3), d[1]))
+
+
+def test_what_is_not_a_number_stays_so():
+    x, r, d = array(10, 20, 2), array(11, 20, UNITS), jnp.ones((20, UNITS))
+    r = r.at[3, 1].set(jnp.nan)
+    total, pullback = jax.vjp(two_layer._total, x, r, *weights(2))
+    _, d_r, d_first, d_on_r, d_out = pullback(d)
+    assert jnp.isnan(total[3, 1]) and jnp.isnan(d_on_r[:, 1]).all() and jnp.isnan(d_out[:, 1]).all()
+    others = np.arange(UNITS) != 1
+    assert jnp.isfinite(total[:, others]).all() and jnp.isfinite(d_first[:, :, others]).all()
+    assert jnp.isfinite(d_r[:3]).all()
+
+
+@pytest.mark.parametrize("inputs", [1, 15, 16])
+@pytest.mark.parametrize("bias_vectors", [1, 2])
+def test_few_inputs_and_many_give_what_a_scan_gives(inputs, bias_vectors):
+    cell = rg.GATO(2 * UNITS, g=rg.TwoLayer(HIDDEN), bias_vectors=bias_vectors, **WIDE)
+    params, carry = parameters(cell, inputs), state(cell, (4,))
+    xs, d = array(12, 9, 4, inputs), array(13, 9, 4, 2 * UNITS)
+    assert two_layer.serves(cell, params, xs, carry) == (inputs < 16)
+
+    def run(backend):
+        def loss(params, xs, carry):
+            last, ys = rg.unroll(cell, params, xs, carry, backend=backend)
+            return jnp.vdot(ys, d) + sum(jnp.sum(a**2) for a in last)
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))(params, xs, carry)
+
+    assert_close(run("fused"), run("scan"))
+
+
+def test_an_increment_of_ones_own_is_not_replaced():
+    class Doubled(rg.GATO):
+        def increment(self, params, carry_tm1, z):
+            return jax.tree.map(lambda s: 2 * s, super().increment(params, carry_tm1, z))
+
+    cell = Doubled(2 * UNITS, g=rg.TwoLayer(HIDDEN), **WIDE)
+    params, xs = parameters(cell, 2), array(14, 6, 3, 2)
+    assert not two_layer.serves(cell, params, xs, cell.initial((3,)))
+    assert_close(
+        rg.unroll(cell, params, xs, backend="fused"), rg.unroll(cell, params, xs, backend="scan")
+    )
+
+
+def test_half_precision_keeps_its_own_roundings():
+    cell = rg.GATO(2 * UNITS, g=rg.TwoLayer(HIDDEN), dtype=jnp.bfloat16)
+    inputs = (parameters(cell, 2), array(15, 6, 3, 2), cell.initial((3,)))
+    assert not two_layer.serves(cell, *inputs)

@@ -12,7 +12,7 @@ from .support import array, assert_close, parameters, state
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-HIDDEN, UNITS = 3, 5
+HIDDEN, UNITS = 18, 3  # more than one group of hidden units, the last not full
 WIDE = {"param_dtype": jnp.float64}
 
 

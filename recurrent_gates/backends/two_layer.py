@@ -30,6 +30,7 @@ from recurrent_gates.shapes import lead
 
 _FEW = 16  # inputs, the constant one included
 _SUMMED = 16  # rows in one sum; with 8 XLA's loop is not made of vector operations
+_HIDDEN = 16  # hidden units in one sum; likewise, and what is compiled grows with them
 _ROWS = 6 * _SUMMED  # rows at a time otherwise: what is formed of them stays in cache
 
 Total = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -97,19 +98,35 @@ def _total(
     x ``[N, D]``, r ``[N, J]``, first ``[k, D, J]``, on_r and out ``[k, J]`` -> ``[N, J]``.
     """
 
+    groups = _groups(first, on_r, out)
+
     def by_row(rows: Any) -> jax.Array:
         x, r = rows
-        terms = [out_i * jax.nn.relu(p) for p, *_, out_i in _hidden(x, r, first, on_r, out)]
-        return functools.reduce(jnp.add, terms)
+
+        def add(total: jax.Array, group: Any) -> tuple[jax.Array, None]:
+            terms = [out_i * jax.nn.relu(p) for p, *_, out_i in _hidden(x, r, group)]
+            return functools.reduce(jnp.add, terms, total), None
+
+        return jax.lax.scan(add, jnp.zeros_like(r), groups)[0]
 
     # In a loop of its own, or XLA forms the whole sum again wherever it is used.
     return _by_row(by_row, (x, r))
 
 
-def _hidden(x: jax.Array, r: jax.Array, *weights: jax.Array) -> Iterator[Any]:
+def _groups(*weights: jax.Array) -> tuple[jax.Array, ...]:
+    """The weights of hidden units ``[k, ...]`` in groups, the last filled up with zeros."""
+    size = min(_HIDDEN, len(weights[0]))
+    short = -len(weights[0]) % size
+    return tuple(
+        jnp.pad(w, [(0, short)] + [(0, 0)] * (w.ndim - 1)).reshape(-1, size, *w.shape[1:])
+        for w in weights
+    )
+
+
+def _hidden(x: jax.Array, r: jax.Array, group: tuple[jax.Array, ...]) -> Iterator[Any]:
     """For each hidden unit its p of rows x ``[n, D]`` and r, and its weights, as rows."""
     columns = [x[:, d, None] for d in range(x.shape[1])]
-    for first, on_r, out in zip(*weights, strict=True):
+    for first, on_r, out in zip(*group, strict=True):
         yield _before(columns, r, first[:, None], on_r[None]), first, on_r[None], out[None]
 
 
@@ -126,14 +143,21 @@ def _backward(inputs: Any, d_total: jax.Array) -> tuple[jax.Array, ...]:
     x, r, first, on_r, out = inputs
     by_feature = first.swapaxes(0, 1)  # [D, k, J]
 
+    groups = _groups(first, on_r, out)
+
     def by_row(rows: Any) -> tuple[jax.Array, jax.Array]:
         """d_x and d_r of a few rows."""
         x, r, d = rows
-        terms = [
-            (_on(p, d) @ (out_i * first_i).T, _on(p, out_i * on_r_i))
-            for p, first_i, on_r_i, out_i in _hidden(x, r, first, on_r, out)
-        ]
-        d_x, d_r = (functools.reduce(jnp.add, column) for column in zip(*terms, strict=True))
+
+        def add(sums: Any, group: Any) -> tuple[Any, None]:
+            d_x, d_r = sums
+            for p, first_i, on_r_i, out_i in _hidden(x, r, group):
+                d_x = d_x + _on(p, d) @ (out_i * first_i).T
+                d_r = d_r + _on(p, out_i * on_r_i)
+            return (d_x, d_r), None
+
+        zeros = (jnp.zeros(x.shape, r.dtype), jnp.zeros_like(r))
+        (d_x, d_r), _ = jax.lax.scan(add, zeros, groups)
         return d_x, d * d_r
 
     def by_weight(sums: list[jax.Array], rows: Any) -> tuple[list[jax.Array], None]:

@@ -355,7 +355,7 @@ class GATO(Cell):
         del params
         dtype = jax.tree.leaves(z)[0].dtype
         # s is kept within a period, where a cosine costs less than for any s.
-        bounded_cos = self.gamma is jnp.cos and self.period is not None
+        bounded_cos = self.gamma is jnp.cos and (self.period or math.inf) <= 2 * math.pi
         y = (pointwise.cos if bounded_cos else self.gamma)(carry.s)
         if not self.emit_s_only:
             y = jnp.concatenate([y, carry.r], axis=-1)

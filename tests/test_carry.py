@@ -370,6 +370,15 @@ for one, eight in zip(masks(key), masks(place(key)), strict=True):
     np.testing.assert_array_equal(one, eight)
 one, eight = run(params, xs, key), run(place(params), place(xs, None, "batch"), place(key))
 jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), one, eight)
+
+# Each device computes its own part of the batch: no array is gathered.
+for name in ("lstm", "gato1", "gato2"):
+    cell = rg.CELLS[name](4)
+    params = cell.init_params(jax.random.key(0), 2)
+    loss = lambda params, xs: (rg.unroll(cell, params, xs)[1] ** 2).sum()
+    inputs = (place(params), place(xs, None, "batch"))
+    text = jax.jit(jax.value_and_grad(loss)).lower(*inputs).compile().as_text()
+    assert "all-gather" not in text and "all-reduce" in text, name
 print("equal")
 """
 

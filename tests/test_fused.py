@@ -328,6 +328,57 @@ def test_zoneout_from_keys(family):
     compare(cell, dict(carry_fns=functions, noise=noise, remat=CHUNK))
 
 
+def both(cell, params, xs):
+    """The values and gradients of the two backends are close."""
+
+    def run(backend):
+        def loss(params, xs):
+            return jnp.sum(rg.unroll(cell, params, xs, backend=backend)[1] ** 2)
+
+        return jax.value_and_grad(loss, argnums=(0, 1))(params, xs)
+
+    assert_close(run("fused"), run("scan"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean(rg.GATOMap):
+    """A map of one's own whose projection has no axis of units, or one beside it."""
+
+    wide: bool = False
+
+    def project(self, params, x, dtype):
+        mean = jnp.mean(x, axis=-1)
+        return jnp.broadcast_to(mean[..., None, None], (*mean.shape, 2, 3)) if self.wide else mean
+
+    def __call__(self, params, r, z):
+        return r + (jnp.sum(z, axis=-1) if self.wide else z[..., None])
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_projections_of_any_shape(wide):
+    cell = rg.GATO(4, g=Mean(wide), param_dtype=jnp.float64)
+    both(cell, parameters(cell, INPUTS), array(3, STEPS, BATCH, INPUTS))
+
+
+class Pair(rg.LSTM):
+    """Reads a tree of inputs of different ranks."""
+
+    def project(self, params, x):
+        flat = x["image"].reshape(*x["image"].shape[:-2], -1)
+        return super().project(params, jnp.concatenate([x["features"], flat], axis=-1))
+
+
+def test_a_tree_of_inputs():
+    cell = Pair(FEATURES, param_dtype=jnp.float64)
+    xs = {"features": array(4, STEPS, BATCH, 2), "image": array(5, STEPS, BATCH, 3, 2)}
+    both(cell, parameters(cell, 8), xs)
+
+
+def test_no_inputs_at_all():
+    cell = rg.GATO(4, param_dtype=jnp.float64)
+    both(cell, parameters(cell, 0), jnp.zeros((STEPS, BATCH, 0)))
+
+
 def test_a_carry_function_of_ones_own():
     compare(build("lstm"), dict(carry_fns=(Scale(p=0.5, added=0.1),), noise=(None,)))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -144,6 +145,14 @@ def test_wrapping_changes_neither_outputs_nor_gradients(name):
 def test_only_a_periodic_gamma_is_wrapped():
     assert build("gato1", gamma=jnp.sin).period is None
     assert build("gato1", gamma=jnp.sin, wrap=2 * np.pi).period == 2 * np.pi
+
+
+@pytest.mark.parametrize("wrap", [None, 200 * math.pi, 1e6])
+def test_cos_of_an_s_beyond_a_turn_is_the_platforms_own(wrap):
+    cell = rg.GATO(4, wrap=wrap, emit_s_only=True)
+    s = jnp.asarray([[600.3, 12345.6]], jnp.float32)
+    z = jnp.zeros((1, 2), jnp.float32)
+    assert_identical(cell.emit({}, rg.GATOState(0 * s, s), z), jnp.cos(s))
 
 
 def test_wrapping_keeps_float32_exact_over_long_sequences():

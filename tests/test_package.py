@@ -26,7 +26,14 @@ ORDER = (
     {"gates"},
     {"base"},
     {"gato", "scan", "backends.blocks"},
-    {"cells", "backends", "backends.accumulation", "backends.pallas_body", "backends.shooting"},
+    {
+        "cells",
+        "backends",
+        "backends.accumulation",
+        "backends.rows",
+        "backends.pallas_body",
+        "backends.shooting",
+    },
     {
         "backends.products",
         "backends.newton",

@@ -112,6 +112,40 @@ def test_an_increment_of_ones_own_is_not_replaced():
     )
 
 
+def test_offset_inputs_lose_no_digits(x32):
+    """float32 inputs near 1,000 whose weighted sum the bias takes back to about zero."""
+    rng = np.random.default_rng(0)
+    x = np.concatenate([1000 + rng.normal(size=(64, 1)), np.ones((64, 1))], axis=1)
+    first = np.stack([np.ones((HIDDEN, UNITS)), np.full((HIDDEN, UNITS), -1000.0)], axis=1)
+    given = [x, rng.normal(size=(64, UNITS)), first]
+    given += [rng.normal(size=(HIDDEN, UNITS)) for _ in range(2)]
+    given = [a.astype(np.float32) for a in given]
+    d = rng.normal(size=(64, UNITS)).astype(np.float32)
+    _, pullback = jax.vjp(two_layer._total, *given)
+    _, expected = by_hand(*[a.astype(np.float64) for a in (*given, d)])
+    for ours, theirs in zip(pullback(d), expected, strict=True):
+        assert np.linalg.norm(ours - theirs) < 1e-5 * np.linalg.norm(theirs)
+
+
+@pytest.mark.parametrize("batch", [(), (2, 3)])
+def test_any_batch_axes_in_float32(batch, x32):
+    cell = rg.GATO(2 * UNITS, g=rg.TwoLayer(HIDDEN))
+    params = cell.init_params(jax.random.key(0), 2)
+    xs = jax.random.normal(jax.random.key(1), (7, *batch, 2))
+
+    def run(backend):
+        return rg.unroll(cell, params, xs, cell.initial(batch), backend=backend)
+
+    assert two_layer.serves(cell, params, xs, cell.initial(batch))
+    assert_close(run("fused"), run("scan"), 1e-6)
+
+
+def test_no_rows():
+    total, pullback = jax.vjp(two_layer._total, array(16, 0, 2), array(17, 0, UNITS), *weights(2))
+    assert total.shape == (0, UNITS)
+    assert all((d == 0).all() for d in pullback(total)[2:])
+
+
 def test_half_precision_keeps_its_own_roundings():
     cell = rg.GATO(2 * UNITS, g=rg.TwoLayer(HIDDEN), dtype=jnp.bfloat16)
     inputs = (parameters(cell, 2), array(15, 6, 3, 2), cell.initial((3,)))

@@ -38,9 +38,9 @@ from recurrent_gates.backends.products import (
     known,
     recorded_step,
     residuals,
-    rows,
 )
-from recurrent_gates.base import Carry, Params, Slots
+from recurrent_gates.backends.rows import flat, on_one_cpu, unflat
+from recurrent_gates.base import Carry, Cell, Params, Slots
 from recurrent_gates.carry import apply_before, get_field
 from recurrent_gates.gato import GATO
 from recurrent_gates.scan import (
@@ -112,9 +112,7 @@ def segment(
 ) -> Segment:
     """A stretch of time; same contract as ``scan_segment``."""
     cell = settings.cell
-    lead = jax.tree.leaves(xs)[0].shape[:-1]
-    z = cell.project(params, jax.tree.map(rows, xs))
-    z = jax.tree.map(lambda a: a.reshape(*lead, a.shape[-1]), z)
+    z = _project(cell, params, xs)
     weights = cell.recurrent_weights(params)
     z_loop = cell.loop_input(z)
     if not cell.accumulated:
@@ -134,6 +132,14 @@ def segment(
         last, carries = _accumulate(settings, params, xs, z, *start, looped)
     ys = masked_output(stream.valid, cell.emit(params, carries, z))
     return Segment(last, ys, carries if keep_carries else None)
+
+
+def _project(cell: Cell, params: Params, xs: Any) -> Any:
+    """``cell.project``, where that is fast of all rows at once."""
+    if not on_one_cpu():
+        return cell.project(params, xs)
+    lead = jax.tree.leaves(xs)[0].shape[:-1]
+    return unflat(cell.project(params, jax.tree.map(lambda x: flat(x, len(lead)), xs)), lead)
 
 
 # The loop over the fields that feed back.
@@ -259,7 +265,7 @@ def _backward(settings: Settings, saved: Residuals, cotangents: tuple[Carry, Car
             return jax.tree.leaves(apply_before(carry_fns, stream_t.noise, carry))
 
         def d_products(d_pre: Slots) -> list[jax.Array]:
-            weights = jax.tree.map(_transposed, transposed)
+            weights = jax.tree.map(_transposed, transposed)  # XLA folds it into the product
 
             def products(read: list[jax.Array]) -> Slots:
                 return {

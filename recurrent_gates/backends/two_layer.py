@@ -1,17 +1,17 @@
 """GATO's two-layer increment for few inputs on a CPU, without its k * J pre-activations.
 
-F is piecewise linear in what it reads. With p_i = first_i x + on_r_i r (a constant input brings
+F is piecewise linear in what it reads. With p_i = first_i x + on_r_i r (x has a constant input, for
 the bias), the mask m_i = [p_i > 0] and the cotangent d of F = sum_i out_i relu(p_i),
 
     dF/dr       = sum_i m_i out_i on_r_i          sums over the hidden units,
     dF/dx       = sum_i m_i out_i first_i
     d first_i   = out_i sum_n m_i d x             sums over the rows n,
     d on_r_i    = out_i sum_n m_i d r
-    d out_i     = first_i (sum_n m_i d x) + on_r_i (sum_n m_i d r).
+    d out_i     = sum_n d relu(p_i).
 
-So D + 1 masked sums give all gradients of the weights. Each p_i is formed where it is used, which
-for a few inputs costs less than to write it and to read it back; sums are written out, since XLA's
-CPU compiler makes vector code of additions but not of reductions.
+Each p_i is formed where it is used, which for a few inputs costs less than to write it and to read
+it back; sums are written out, since XLA's CPU compiler makes vector code of additions but not of
+reductions.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from recurrent_gates import pointwise
+from recurrent_gates.backends.rows import on_one_cpu
 from recurrent_gates.base import Carry, Cell, Params
 from recurrent_gates.gato import GATO, GATOState, TwoLayer
 from recurrent_gates.shapes import lead
@@ -42,12 +43,12 @@ def is_two_layer(cell: Cell) -> bool:
 
 
 def serves(cell: Cell, params: Params, xs: Any, carry: Carry) -> bool:
-    """Whether ``increment`` is the fastest way to a cell's increments."""
-    if not is_two_layer(cell) or jax.default_backend() != "cpu":
+    """Whether a cell's increments are faster by ``increment``: few inputs, on one CPU device."""
+    if not is_two_layer(cell) or not on_one_cpu():
         return False
     assert isinstance(carry, GATOState)
     dtype = cell.dtype or jnp.result_type(xs, params["g"]["kernel"]["s"])
-    return xs.shape[-1] < _FEW and jnp.dtype(dtype) == carry.r.dtype  # products with x and r alike
+    return xs.shape[-1] < _FEW and jnp.dtype(dtype) == carry.r.dtype  # p is formed in one dtype
 
 
 def increment(
@@ -164,23 +165,22 @@ def _backward(inputs: Any, d_total: jax.Array) -> tuple[jax.Array, ...]:
         """The masked sums of a few rows, added."""
         for x, r, d in zip(*rows, strict=True):
             p = _before(list(x), r[None], by_feature, on_r)
-            weights = [d * x_c for x_c in x] + [d * r]
-            sums = [s + _on(p, w[None]) for s, w in zip(sums, weights, strict=True)]
+            values = [d * x_c for x_c in x] + [d * r]
+            terms = [_on(p, value[None]) for value in values] + [d[None] * jax.nn.relu(p)]
+            sums = [a + b for a, b in zip(sums, terms, strict=True)]
         return sums, None
 
     d_x, d_r = _by_row(by_row, (x, r, d_total))
-    zeros = [jnp.zeros_like(out)] * (len(by_feature) + 1)
+    zeros = [jnp.zeros_like(out)] * (len(by_feature) + 2)
     sums, _ = jax.lax.scan(by_weight, zeros, _blocks((x, r, d_total), _SUMMED))
-    # Written out as well: XLA's sum over a short axis costs as much as the loop.
-    d_out = _before(sums[:-1], sums[-1], by_feature, on_r)
-    d_first, d_on_r = out[:, None] * jnp.stack(sums[:-1], axis=1), out * sums[-1]
+    d_first, d_on_r, d_out = out[:, None] * jnp.stack(sums[:-2], axis=1), out * sums[-2], sums[-1]
     return d_x.astype(x.dtype), d_r, d_first.astype(first.dtype), d_on_r, d_out
 
 
 def _by_row(function: Callable[[Any], Any], arrays: tuple[jax.Array, ...]) -> Any:
     """A function of rows ``[n, ...]``, taken of few at a time."""
     count = len(arrays[0])
-    values = jax.lax.map(function, _blocks(arrays, min(_ROWS, count)))
+    values = jax.lax.map(function, _blocks(arrays, max(1, min(_ROWS, count))))
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:count], values)
 
 

@@ -33,6 +33,12 @@ CASES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def on_tpu(monkeypatch):
+    """What the library asks before it chooses between forms for a CPU and for others."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+
+
 @functools.cache
 def device(kind):
     return topologies.get_topology_desc(platform="tpu", topology_name=KINDS[kind]).devices[0]

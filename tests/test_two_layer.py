@@ -81,13 +81,13 @@ def test_what_is_not_a_number_stays_so():
     assert jnp.isfinite(d_r[:3]).all()
 
 
-@pytest.mark.parametrize("inputs", [1, 15, 16])
+@pytest.mark.parametrize("inputs", [1, 5, 6])
 @pytest.mark.parametrize("bias_vectors", [1, 2])
 def test_few_inputs_and_many_give_what_a_scan_gives(inputs, bias_vectors):
     cell = rg.GATO(2 * UNITS, g=rg.TwoLayer(HIDDEN), bias_vectors=bias_vectors, **WIDE)
     params, carry = parameters(cell, inputs), state(cell, (4,))
     xs, d = array(12, 9, 4, inputs), array(13, 9, 4, 2 * UNITS)
-    assert two_layer.serves(cell, params, xs, carry) == (inputs < 16)
+    assert two_layer.serves(cell, params, xs, carry) == (inputs < 6)
 
     def run(backend):
         def loss(params, xs, carry):

@@ -29,7 +29,7 @@ from recurrent_gates.base import Carry, Cell, Params
 from recurrent_gates.gato import GATO, GATOState, TwoLayer
 from recurrent_gates.shapes import lead
 
-_FEW = 16  # inputs, the constant one included
+_FEW = 6  # inputs; each sum forms p again, and at 7 that costs what it saves
 _SUMMED = 16  # rows in one sum; with 8 XLA's loop is not made of vector operations
 _HIDDEN = 16  # hidden units in one sum; likewise, and what is compiled grows with them
 _ROWS = 6 * _SUMMED  # rows at a time otherwise: what is formed of them stays in cache

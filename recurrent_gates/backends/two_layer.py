@@ -98,7 +98,6 @@ def _total(
 
     x ``[N, D]``, r ``[N, J]``, first ``[k, D, J]``, on_r and out ``[k, J]`` -> ``[N, J]``.
     """
-
     groups = _groups(first, on_r, out)
 
     def by_row(rows: Any) -> jax.Array:
@@ -128,10 +127,12 @@ def _hidden(x: jax.Array, r: jax.Array, group: tuple[jax.Array, ...]) -> Iterato
     """For each hidden unit its p of rows x ``[n, D]`` and r, and its weights, as rows."""
     columns = [x[:, d, None] for d in range(x.shape[1])]
     for first, on_r, out in zip(*group, strict=True):
-        yield _before(columns, r, first[:, None], on_r[None]), first, on_r[None], out[None]
+        yield _pre_activation(columns, r, first[:, None], on_r[None]), first, on_r[None], out[None]
 
 
-def _before(x: Sequence[jax.Array], r: jax.Array, first: jax.Array, on_r: jax.Array) -> jax.Array:
+def _pre_activation(
+    x: Sequence[jax.Array], r: jax.Array, first: jax.Array, on_r: jax.Array
+) -> jax.Array:
     """p, from inputs and r that broadcast against ``first[d]`` and on_r."""
     return functools.reduce(jnp.add, [a * b for a, b in zip(x, first, strict=True)]) + on_r * r
 
@@ -143,7 +144,6 @@ def _forward(*inputs: jax.Array) -> tuple[jax.Array, Any]:
 def _backward(inputs: Any, d_total: jax.Array) -> tuple[jax.Array, ...]:
     x, r, first, on_r, out = inputs
     by_feature = first.swapaxes(0, 1)  # [D, k, J]
-
     groups = _groups(first, on_r, out)
 
     def by_row(rows: Any) -> tuple[jax.Array, jax.Array]:
@@ -164,7 +164,7 @@ def _backward(inputs: Any, d_total: jax.Array) -> tuple[jax.Array, ...]:
     def by_weight(sums: list[jax.Array], rows: Any) -> tuple[list[jax.Array], None]:
         """The masked sums of a few rows, added."""
         for x, r, d in zip(*rows, strict=True):
-            p = _before(list(x), r[None], by_feature, on_r)
+            p = _pre_activation(list(x), r[None], by_feature, on_r)
             values = [d * x_c for x_c in x] + [d * r]
             terms = [_on(p, value[None]) for value in values] + [d[None] * jax.nn.relu(p)]
             sums = [a + b for a, b in zip(sums, terms, strict=True)]

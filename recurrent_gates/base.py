@@ -50,7 +50,7 @@ class Cell(nn.RNNCellBase):
 
     @property
     def accumulated(self) -> tuple[str, ...]:
-        """Fields of the carry that are only added to, never read by ``recur``."""
+        """Fields of the carry that never feed back: ``accumulate`` takes them a step on."""
         return ()
 
     @property
@@ -59,7 +59,8 @@ class Cell(nn.RNNCellBase):
 
         A cell that returns True promises that entry j of a field of the next carry depends, of
         all entries, on entry j of that field alone; accumulated fields aside, of which it
-        promises that ``bounded(bounded(a) + b)`` is ``bounded(a + b)``, as for a period.
+        promises that ``bounded(bounded(a) + b)`` is ``bounded(a + b)``, as for a period, and
+        that ``accumulate`` is ``bounded`` of the value times a constant plus the increment.
         """
         return False
 
@@ -99,7 +100,7 @@ class Cell(nn.RNNCellBase):
         added = self.increment(params, carry, z_t)
         return new._replace(
             **{
-                name: self.bounded(name, getattr(carry, name) + added[name])
+                name: self.accumulate(name, getattr(carry, name), added[name])
                 for name in self.accumulated
             }
         )
@@ -132,6 +133,11 @@ class Cell(nn.RNNCellBase):
         raise TypeError(
             f"{type(self).__name__} names accumulated fields and must define increment."
         )
+
+    @nn.nowrap
+    def accumulate(self, name: str, value: jax.Array, added: jax.Array) -> jax.Array:
+        """An accumulated field one step on: ``bounded(name, value + added)`` by default."""
+        return self.bounded(name, value + added)
 
     @nn.nowrap
     def bounded(self, name: str, total: jax.Array) -> jax.Array:

@@ -292,11 +292,11 @@ class GATO(Cell):
 
     @property
     def accumulated(self) -> tuple[str, ...]:
-        return ("s",) if self.s_update == "accumulate" else ()
+        return ("s",)
 
     @property
     def diagonal(self) -> bool:
-        return bool(self.accumulated) and self.f.diagonal
+        return self.f.diagonal
 
     @nn.nowrap
     def init_params(self, key: jax.Array, in_features: int) -> dict[str, Any]:
@@ -325,21 +325,18 @@ class GATO(Cell):
 
     @nn.nowrap
     def increment(self, params: Params, carry_tm1: GATOState, z: Any) -> dict[str, jax.Array]:
+        if self.s_update == "zero":
+            return {"s": jnp.zeros_like(carry_tm1.r)}
         return {"s": self.g(params.get("g", {}), carry_tm1.r, z["g"])}
+
+    @nn.nowrap
+    def accumulate(self, name: str, value: jax.Array, added: jax.Array) -> jax.Array:
+        return self.bounded(name, value + added if self.s_update == "accumulate" else added)
 
     @nn.nowrap
     def bounded(self, name: str, total: jax.Array) -> jax.Array:
         del name
         return pointwise.wrap(total, self.period)
-
-    @nn.nowrap
-    def step(self, params: Params, carry: GATOState, z_t: Any) -> GATOState:
-        if self.accumulated:
-            return super().step(params, carry, z_t)
-        new = self.recur(params, carry, z_t)
-        if self.s_update == "zero":
-            return new._replace(s=jnp.zeros_like(carry.s))
-        return new._replace(s=self.bounded("s", self.increment(params, carry, z_t)["s"]))
 
     @nn.nowrap
     def gates(self, params: Params, carry_tm1: GATOState, z: Any) -> dict[str, jax.Array]:
@@ -363,7 +360,7 @@ class GATO(Cell):
 
     @nn.nowrap
     def recurrent_weights(self, params: Params) -> Params | None:
-        if not (self.accumulated and isinstance(self.f, SlotMap)):
+        if not isinstance(self.f, SlotMap):
             return None
         return {"recurrent_kernel": params["f"]["recurrent_kernel"]}
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import recurrent_gates as rg
-from recurrent_gates.backends import fused
+from recurrent_gates.backends import fused, two_layer
 from recurrent_gates.scan import Request, Settings, Stream
 from tests.support import array, assert_close, parameters, quick_jit, state
 from tests.test_carry import Scale
@@ -278,6 +278,21 @@ def test_gato_settings(settings):
     compare(rg.CELLS["gato2"](FEATURES, hidden=3, param_dtype=jnp.float64, **settings), {})
 
 
+@pytest.mark.parametrize("inputs", ["few", "many"])
+@pytest.mark.parametrize("s_update", ["zero", "replace"])
+def test_gato_ablations(s_update, inputs, monkeypatch):
+    """With increments of either form, on one device."""
+    monkeypatch.setattr(two_layer, "on_one_cpu", lambda: inputs == "few")
+    cell = rg.CELLS["gato2"](FEATURES, hidden=3, param_dtype=jnp.float64, s_update=s_update)
+    how = dict(
+        carry_fns=(rg.Zoneout(p=0.5, field="s"), rg.Damp(p=0.4, field="r")),
+        noise=(jax.random.split(jax.random.key(0), STEPS), None),
+        resets=array(9, STEPS, BATCH) > 0.5,
+    )
+    compare(cell, how)
+    compare(cell, dict(reverse=True, remat=5))
+
+
 @pytest.mark.parametrize("chunk", [None, 1, 5, STEPS, 100])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_gato_in_any_chunks(chunk, reverse):
@@ -313,11 +328,21 @@ def test_chunks_have_the_size_of_the_cache_and_no_rest_where_that_costs_little(m
 
 
 def test_weights_of_a_large_hidden_state_keep_their_products():
-    weights = {"recurrent_kernel": {"i": jnp.zeros((301, 301))}}
-    chunked = Settings(rg.LSTM(301), reverse=False, unroll=1, keep=True)
-    assert not fused._replays(chunked, weights)
-    assert not fused._replays(chunked._replace(keep=False), {"a": jnp.zeros((4, 4))})
-    assert fused._replays(chunked, {"a": jnp.zeros((256, 256)), "bias": jnp.zeros(1024)})
+    assert not fused._replays({"recurrent_kernel": {"i": jnp.zeros((301, 301))}})
+    assert fused._replays({"a": jnp.zeros((256, 256)), "bias": jnp.zeros(1024)})
+
+
+def test_where_products_are_kept_none_is_computed_twice(monkeypatch):
+    outgrow_the_cache(monkeypatch, "kept")
+    cell = build("lstm")
+
+    def loss(params, xs):
+        return rg.unroll(cell, params, xs, backend="fused")[1].sum()
+
+    inputs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
+    program = jax.jit(jax.grad(loss, (0, 1))).lower(*inputs).as_text()
+    # Chunks and a rest; four slots; products of x and of h, each with two for its gradients.
+    assert program.count("dot_general") == 2 * 4 * (2 + 4)
 
 
 @pytest.mark.parametrize("family", ["lstm", "gato2"])
@@ -408,11 +433,9 @@ def test_p_has_the_same_gradient_everywhere(family):
     [
         (lambda: rg.FlaxCell(nn.LSTMCell(FEATURES)), ()),
         (lambda: rg.GATO(FEATURES, f=Count(), g=StoreAtCount()), ()),
-        (lambda: rg.CELLS["gato1"](FEATURES, s_update="replace"), ()),
-        (lambda: rg.CELLS["gato1"](FEATURES, s_update="zero"), ()),
         (lambda: rg.CELLS["gato1"](FEATURES), (rg.Damp(p=0.5, field=0),)),
     ],
-    ids=["foreign", "maps of one's own", "replace", "zero", "field by index"],
+    ids=["foreign", "maps of one's own", "field by index"],
 )
 def test_what_fused_does_not_serve_is_refused_in_one_sentence(make, fns, x32):
     cell = make()

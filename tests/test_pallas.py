@@ -19,6 +19,7 @@ from recurrent_gates.backends import pallas_gato, pallas_loop
 from recurrent_gates.backends.pallas_body import in_kernel
 from recurrent_gates.backends.pallas_loop import time_loop
 from tests.support import array, assert_close, parameters, quick_jit, state
+from tests.test_gato import Count
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -67,6 +68,8 @@ CELLS = {
     "rnn": rg.Elman(FEATURES, **F64),
     "gato1": rg.CELLS["gato1"](FEATURES, bias_vectors=2, **F64),
     "gato2": rg.CELLS["gato2"](FEATURES, hidden=3, **F64),
+    "zero": rg.CELLS["gato2"](FEATURES, hidden=3, s_update="zero", **F64),
+    "replace": rg.CELLS["gato2"](FEATURES, hidden=3, s_update="replace", **F64),
     "gato2 two biases": rg.CELLS["gato2"](
         FEATURES, hidden=3, bias_vectors=2, wrap=None, gamma=jnp.sin, **F64
     ),
@@ -349,7 +352,7 @@ def refusal(cell, inputs=INPUTS, dtype=None, around=lambda xs: xs, **how):
 
 
 def test_what_no_kernel_serves_is_refused(x32):
-    assert "recurrent products" in refusal(rg.CELLS["gato1"](4, s_update="zero"))
+    assert "recurrent products" in refusal(rg.GATO(4, f=Count()))
     keys = jax.random.split(jax.random.key(0), 2)
     assert "no keys" in refusal(rg.LSTM(4), carry_fns=[OwnKeys(0.5)], noise=[keys])
     assert "scalars" in refusal(rg.LSTM(4), carry_fns=[rg.Damp(jnp.full(4, 0.5))])

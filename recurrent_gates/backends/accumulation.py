@@ -81,5 +81,5 @@ def read_by_increments(
 
 def sum_step(cell: Cell, total: Carry, added: dict[str, jax.Array]) -> Carry:
     """The accumulated fields one step on."""
-    sums = {f: cell.bounded(f, getattr(total, f) + added[f]) for f in cell.accumulated}
+    sums = {f: cell.accumulate(f, getattr(total, f), added[f]) for f in cell.accumulated}
     return total._replace(**sums)

@@ -1,10 +1,10 @@
 """A hand-written backward pass for cells that name their recurrent products.
 
-The forward loop keeps each carry and each pre-activation once, or the carries alone and forms
-the pre-activations again, all steps of a chunk at once. The backward loop replays a step from
-them without computing a recurrent product again, and hands out the cotangents of the
-pre-activations; the weights' gradients are formed after it, one product over all steps. A step
-that is detached for the whole batch skips its products in the backward loop.
+The forward loop keeps each carry and each pre-activation once; in chunks, one of the two, and
+forms the other again, either all pre-activations at once or the carries without a product. The
+backward loop replays a step from them without computing a recurrent product again, and hands out
+the cotangents of the pre-activations; the weights' gradients are formed after it, one product over
+all steps. A step that is detached for the whole batch skips its products in the backward loop.
 
 Where fields only accumulate (GATO's s) the loop runs the other fields alone. The increments
 of a whole chunk are then computed at once, outside the loop, and added up. Chunks are
@@ -179,24 +179,55 @@ def _forward(
     last, (carries, pre) = jax.lax.scan(
         body, carry, (z, stream), reverse=settings.reverse, unroll=settings.unroll
     )
-    carries = kept(carries)
-    if _replays(settings, weights):
-        pre = _replay(settings, weights, z, carry, fresh, carry_fns, stream, carries)
-    else:
-        pre = kept(pre)
     inputs = (weights, z, carry, fresh, carry_fns, stream)
-    return (last, carries), residuals(cell, *inputs, carries, pre)
+    known_carries = carries
+    if settings.keep and _replays(weights):
+        known_carries = kept(carries)
+        pre = _replay(settings, *inputs, known_carries)
+    elif settings.keep:
+        pre = kept(pre)
+        known_carries = _rebuild(settings, *inputs, pre)
+    # The backward loop's products are with the transposes: a CPU's take half as long again where
+    # each of them transposes by itself. They are kept, or each chunk would transpose again.
+    transposed = kept(jax.tree.map(_transposed, weights))
+    return (last, carries), (residuals(cell, *inputs, known_carries, pre), transposed)
 
 
-def _replays(settings: Settings, weights: Params) -> bool:
-    """Whether the backward pass had better form the products again than read them.
+def _replays(weights: Params) -> bool:
+    """Whether a chunk keeps its carries and forms the products again, or the other way round.
 
-    All steps of a chunk at once take F multiply-adds a number, in cache; a number that is kept
-    is written to fresh memory and read back.
+    All products of a chunk at once take F multiply-adds a number, in cache; a number that is
+    kept is written to fresh memory and read back, and there are more pre-activations than
+    carries.
     """
-    return settings.keep and all(
-        leaf.ndim < 2 or leaf.shape[0] <= _REPLAYED for leaf in jax.tree.leaves(weights)
-    )
+    return all(leaf.ndim < 2 or leaf.shape[0] <= _REPLAYED for leaf in jax.tree.leaves(weights))
+
+
+def _rebuild(
+    settings: Settings,
+    weights: Params,
+    z: Slots,
+    carry: Carry,
+    fresh: Carry,
+    carry_fns: CarryFns,
+    stream: Stream,
+    pre: Slots,
+) -> Carry:
+    """The carries of all steps from their pre-activations, without a product."""
+    del weights
+    cell = settings.cell
+
+    def body(c: Carry, inputs: Any) -> tuple[Carry, Carry]:
+        pre_t, apart_t, stream_t = inputs
+
+        def update(read: Carry) -> Carry:
+            return cell.update(read, apart_t, lambda slot, x: pre_t[slot])
+
+        c = advance(update, c, fresh, carry_fns, stream_t)
+        return c, c
+
+    apart = {slot: z[slot] for slot in cell.separate}
+    return jax.lax.scan(body, carry, (pre, apart, stream), reverse=settings.reverse)[1]
 
 
 def _replay(
@@ -218,9 +249,12 @@ def _replay(
     return jax.vmap(step)(shifted(carry, carries, settings.reverse), z, stream)
 
 
-def _backward(settings: Settings, saved: Residuals, cotangents: tuple[Carry, Carry]) -> tuple:
-    weights, carry, fresh, carry_fns, stream, carries, pre, apart, _ = saved
-    cell, dtype, reverse = settings.cell, saved.dtype, settings.reverse
+def _backward(
+    settings: Settings, saved: tuple[Residuals, Params], cotangents: tuple[Carry, Carry]
+) -> tuple:
+    loop, transposed = saved
+    weights, carry, fresh, carry_fns, stream, carries, pre, apart, _ = loop
+    cell, dtype, reverse = settings.cell, loop.dtype, settings.reverse
     d_last, d_carries = cotangents
     steps = jax.tree.leaves(carries)[0].shape[0]
     first, towards_first = (steps - 1, 1) if reverse else (0, -1)
@@ -294,9 +328,6 @@ def _backward(settings: Settings, saved: Residuals, cotangents: tuple[Carry, Car
             d_fresh = add(d_fresh, d_fresh_t)
         return (d_prev, d_fresh), (d_pre, d_apart)
 
-    # The loop's products are with the transposes: a CPU's take half as long again where each of
-    # them transposes by itself.
-    transposed = jax.tree.map(_transposed, weights)
     start = (d_last, jax.tree.map(jnp.zeros_like, fresh))
     sequence = (jnp.arange(steps), pre, apart, stream, d_carries)
     (d_carry, d_fresh), (d_pre, d_apart) = jax.lax.scan(
@@ -304,7 +335,7 @@ def _backward(settings: Settings, saved: Residuals, cotangents: tuple[Carry, Car
     )
 
     before = shifted(carry, carries, reverse)
-    d_weights, d_z = gradients(cell, saved, before, d_pre, d_apart)
+    d_weights, d_z = gradients(cell, loop, before, d_pre, d_apart)
     return d_weights, d_z, d_carry, d_fresh, None, None
 
 

@@ -39,7 +39,7 @@ Total = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Ar
 
 def is_two_layer(cell: Cell) -> bool:
     """Whether the increment is what its name says; a subclass may have overridden it."""
-    return type(cell) is GATO and type(cell.g) is TwoLayer
+    return type(cell) is GATO and type(cell.g) is TwoLayer and cell.s_update != "zero"
 
 
 def serves(cell: Cell, params: Params, xs: Any, carry: Carry) -> bool:

@@ -60,7 +60,7 @@ class Cell(nn.RNNCellBase):
         A cell that returns True promises that entry j of a field of the next carry depends, of
         all entries, on entry j of that field alone; accumulated fields aside, of which it
         promises that ``bounded(bounded(a) + b)`` is ``bounded(a + b)``, as for a period, and
-        that ``accumulate`` is ``bounded`` of the value times a constant plus the increment.
+        that ``accumulate`` is ``bounded`` of the increment, with the value added or without.
         """
         return False
 
@@ -129,7 +129,7 @@ class Cell(nn.RNNCellBase):
 
     @nn.nowrap
     def increment(self, params: Params, carry_tm1: Carry, z: Any) -> dict[str, jax.Array]:
-        """What each accumulated field grows by; reads no accumulated field."""
+        """What ``accumulate`` adds to each accumulated field; reads no accumulated field."""
         raise TypeError(
             f"{type(self).__name__} names accumulated fields and must define increment."
         )

@@ -314,9 +314,10 @@ class GATO(Cell):
 
     @nn.nowrap
     def project(self, params: Params, x: jax.Array) -> dict[str, Any]:
+        zero = self.s_update == "zero"  # g is not read
         return {
             "f": self.f.project(params.get("f", {}), x, self.dtype),
-            "g": self.g.project(params.get("g", {}), x, self.dtype),
+            "g": None if zero else self.g.project(params.get("g", {}), x, self.dtype),
         }
 
     @nn.nowrap
@@ -331,6 +332,8 @@ class GATO(Cell):
 
     @nn.nowrap
     def accumulate(self, name: str, value: jax.Array, added: jax.Array) -> jax.Array:
+        if self.s_update == "zero":
+            return jnp.zeros_like(value)
         return self.bounded(name, value + added if self.s_update == "accumulate" else added)
 
     @nn.nowrap

@@ -281,9 +281,11 @@ def test_gato_settings(settings):
 @pytest.mark.parametrize("inputs", ["few", "many"])
 @pytest.mark.parametrize("s_update", ["zero", "replace"])
 def test_gato_ablations(s_update, inputs, monkeypatch):
-    """With increments of either form, on one device."""
+    """With increments of either form, in chunks."""
+    outgrow_the_cache(monkeypatch, "replayed")
     monkeypatch.setattr(two_layer, "on_one_cpu", lambda: inputs == "few")
-    cell = rg.CELLS["gato2"](FEATURES, hidden=3, param_dtype=jnp.float64, s_update=s_update)
+    settings = dict(s_update=s_update, wrap=0.5, param_dtype=jnp.float64)
+    cell = rg.CELLS["gato2"](FEATURES, hidden=3, **settings)
     how = dict(
         carry_fns=(rg.Zoneout(p=0.5, field="s"), rg.Damp(p=0.4, field="r")),
         noise=(jax.random.split(jax.random.key(0), STEPS), None),
@@ -332,17 +334,34 @@ def test_weights_of_a_large_hidden_state_keep_their_products():
     assert fused._replays({"a": jnp.zeros((256, 256)), "bias": jnp.zeros(1024)})
 
 
-def test_where_products_are_kept_none_is_computed_twice(monkeypatch):
-    outgrow_the_cache(monkeypatch, "kept")
-    cell = build("lstm")
+class Sine(rg.LSTM):
+    def emit(self, params, carry, z):
+        return jnp.sin(carry.h)
 
+
+def gradient_program(cell):
     def loss(params, xs):
         return rg.unroll(cell, params, xs, backend="fused")[1].sum()
 
     inputs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
-    program = jax.jit(jax.grad(loss, (0, 1))).lower(*inputs).as_text()
+    return jax.jit(jax.grad(loss, (0, 1))).lower(*inputs).as_text()
+
+
+@pytest.mark.parametrize("make", [rg.LSTM, Sine])
+def test_where_products_are_kept_none_is_computed_twice(make, monkeypatch):
+    """Whatever y is: its derivative may need the carries."""
+    outgrow_the_cache(monkeypatch, "kept")
+    program = gradient_program(make(FEATURES, param_dtype=jnp.float64))
     # Chunks and a rest; four slots; products of x and of h, each with two for its gradients.
     assert program.count("dot_general") == 2 * 4 * (2 + 4)
+
+
+def test_where_carries_are_kept_their_loop_runs_once(monkeypatch):
+    """Increments read them in the backward pass."""
+    outgrow_the_cache(monkeypatch, "replayed")
+    program = gradient_program(build("gato1"))
+    # Chunks and a rest; r's tanh, once in each direction.
+    assert program.count("stablehlo.tanh") == 2 * 2
 
 
 @pytest.mark.parametrize("family", ["lstm", "gato2"])

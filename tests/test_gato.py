@@ -180,10 +180,11 @@ def test_s_does_not_stall_in_bfloat16():
     )  # log 2 rounds to within 2^-9 in bfloat16
 
 
+@pytest.mark.parametrize("wrap", [None, 0.5])
 @pytest.mark.parametrize("s_update", ["zero", "replace"])
-def test_ablations(s_update):
+def test_ablations(s_update, wrap):
     """Appendix A: without the sum the identity block is gone."""
-    cell = build("gato2", s_update=s_update, wrap=None)
+    cell = build("gato2", s_update=s_update, wrap=wrap)
     params, carry, xs = parameters(cell, INPUTS), state(cell, ()), array(8, STEPS, INPUTS)
 
     def run(carry):
@@ -194,9 +195,21 @@ def test_ablations(s_update):
     expected, _, _ = reference.unroll(
         step, to_numpy(tuple(carry)), np.asarray(xs), emit=lambda c: c[1]
     )
-    assert_close(tuple(carries), expected)
+    r, s = expected
+    assert_close(tuple(carries), (r, s if wrap is None else np.mod(s, wrap)))
+    assert wrap is None or s_update == "zero" or s.max() > wrap
     np.testing.assert_array_equal(blocks.s.s, np.zeros((STEPS, UNITS, UNITS)))
     assert np.abs(blocks.r.r).min(axis=(1, 2)).max() == 0 and np.abs(blocks.r.r).max() > 0
+
+
+def test_the_first_ablation_has_no_s_whatever_the_increment():
+    class Ones(rg.GATO):
+        def increment(self, params, carry_tm1, z):
+            return {"s": jnp.ones_like(carry_tm1.r)}
+
+    cell = Ones(2 * UNITS, s_update="zero")
+    carry, _ = rg.unroll(cell, parameters(cell, INPUTS), array(8, STEPS, INPUTS))
+    np.testing.assert_array_equal(carry.s, np.zeros(UNITS))
 
 
 def test_what_is_emitted():

@@ -116,15 +116,18 @@ VALID, RESETS = noise(STEPS, BATCH, p=0.7), noise(STEPS, BATCH, p=0.3)
             "lstm",
             dict(carry_fns=[rg.Zoneout(0.4)], noise=[jax.random.split(jax.random.key(0), STEPS)]),
         ),
-        (
-            "gato2",
-            dict(
-                carry_fns=[rg.Detach(0.5, field="r"), rg.Damp(0.3, field="s")],
-                noise=[noise(STEPS), None],
-                valid=VALID,
-                resets=RESETS,
-                reverse=True,
-            ),
+        *(
+            (
+                name,
+                dict(
+                    carry_fns=[rg.Detach(0.5, field="r"), rg.Damp(0.3, field="s")],
+                    noise=[noise(STEPS), None],
+                    valid=VALID,
+                    resets=RESETS,
+                    reverse=True,
+                ),
+            )
+            for name in ("gato2", "replace")
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),

@@ -1,7 +1,7 @@
 """Fields that only accumulate: a carry and its carry functions taken apart, and put together.
 
-Where a cell names accumulated fields, a backend may run the other fields by themselves. What the
-accumulated ones grow by is then known at all steps, and they are sums over time.
+Where a cell names accumulated fields, a backend may run the other fields by themselves. The
+increments of the accumulated ones are then known at all steps, and there is little left to do.
 """
 
 from __future__ import annotations

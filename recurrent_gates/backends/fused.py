@@ -1,13 +1,13 @@
 """A hand-written backward pass for cells that name their recurrent products.
 
-The forward loop keeps each carry and each pre-activation once; in chunks, one of the two, and
-forms the other again, either all pre-activations at once or the carries without a product. The
+The forward loop keeps each carry and each pre-activation once; in chunks of its own choice one of
+the two, and forms the other again: pre-activations all at once, carries without a product. The
 backward loop replays a step from them without computing a recurrent product again, and hands out
 the cotangents of the pre-activations; the weights' gradients are formed after it, one product over
 all steps. A step that is detached for the whole batch skips its products in the backward loop.
 
 Where fields only accumulate (GATO's s) the loop runs the other fields alone. The increments
-of a whole chunk are then computed at once, outside the loop, and added up. Chunks are
+of a whole chunk are then computed at once, outside the loop, and accumulated. Chunks are
 rematerialised by the driver, so that the [T, B, k * J] activations are never all alive.
 """
 
@@ -179,18 +179,18 @@ def _forward(
     last, (carries, pre) = jax.lax.scan(
         body, carry, (z, stream), reverse=settings.reverse, unroll=settings.unroll
     )
+    carries = kept(carries)  # though not if they are formed again and nothing else reads them
+    read = carries
     inputs = (weights, z, carry, fresh, carry_fns, stream)
-    known_carries = carries
     if settings.keep and _replays(weights):
-        known_carries = kept(carries)
-        pre = _replay(settings, *inputs, known_carries)
+        pre = _replay(settings, *inputs, carries)
     elif settings.keep:
         pre = kept(pre)
-        known_carries = _rebuild(settings, *inputs, pre)
+        read = _rebuild(cell, z, carry, fresh, carry_fns, stream, pre, reverse=settings.reverse)
     # The backward loop's products are with the transposes: a CPU's take half as long again where
     # each of them transposes by itself. They are kept, or each chunk would transpose again.
     transposed = kept(jax.tree.map(_transposed, weights))
-    return (last, carries), (residuals(cell, *inputs, known_carries, pre), transposed)
+    return (last, carries), (residuals(cell, *inputs, read, pre), transposed)
 
 
 def _replays(weights: Params) -> bool:
@@ -204,18 +204,17 @@ def _replays(weights: Params) -> bool:
 
 
 def _rebuild(
-    settings: Settings,
-    weights: Params,
+    cell: Cell,
     z: Slots,
     carry: Carry,
     fresh: Carry,
     carry_fns: CarryFns,
     stream: Stream,
     pre: Slots,
+    *,
+    reverse: bool,
 ) -> Carry:
     """The carries of all steps from their pre-activations, without a product."""
-    del weights
-    cell = settings.cell
 
     def body(c: Carry, inputs: Any) -> tuple[Carry, Carry]:
         pre_t, apart_t, stream_t = inputs
@@ -227,7 +226,7 @@ def _rebuild(
         return c, c
 
     apart = {slot: z[slot] for slot in cell.separate}
-    return jax.lax.scan(body, carry, (pre, apart, stream), reverse=settings.reverse)[1]
+    return jax.lax.scan(body, carry, (pre, apart, stream), reverse=reverse)[1]
 
 
 def _replay(
@@ -360,7 +359,7 @@ def _accumulate(
     stream: Stream,
     looped: Carry,
 ) -> tuple[Carry, Carry]:
-    """Adds the increments of all steps to the accumulated fields, given the other fields."""
+    """Takes the accumulated fields through all steps, given the other fields."""
     cell = settings.cell
     loop_fns, loop_stream = part(cell, carry_fns, stream, accumulated=False)
     sum_fns, sum_stream = part(cell, carry_fns, stream, accumulated=True)

@@ -212,8 +212,8 @@ def unroll(
     steps, *batch = leaves[0].shape[:-1]
     batch_shape = tuple(batch)
     initial = cell.initial(batch_shape)
-    carry = initial if carry is None else _checked_carry("carry", carry, initial)
-    fresh = initial if fresh is None else _checked_carry("fresh", fresh, initial)
+    carry = initial if carry is None else checked_carry("carry", carry, initial)
+    fresh = initial if fresh is None else checked_carry("fresh", fresh, initial)
     if return_carries not in ("last", "all"):
         raise ValueError(f"return_carries must be 'last' or 'all', got {return_carries!r}.")
     if unroll < 1:
@@ -221,7 +221,7 @@ def unroll(
     if remat is not None and remat < 1:
         raise ValueError(f"remat is a chunk length of at least 1 step, got {remat}.")
     valid = _resolve_valid(lengths, valid, steps, batch_shape)
-    resets = _checked_mask("resets", resets, steps, batch_shape)
+    resets = checked_mask("resets", resets, steps, batch_shape)
     carry_fns = tuple(carry_fns)
     if deterministic:
         noise = (None,) * len(carry_fns)
@@ -343,7 +343,7 @@ def _chunked(
     return Segment(last, ys, carries)
 
 
-def _checked_carry(name: str, carry: Carry, initial: Carry) -> Carry:
+def checked_carry(name: str, carry: Carry, initial: Carry) -> Carry:
     """The carry in the types of the initial one, or one sentence on what does not fit."""
     got: Any = jax.tree.structure(carry)
     want: Any = jax.tree.structure(initial)
@@ -366,7 +366,7 @@ def _resolve_valid(
     batch_shape: tuple[int, ...],
 ) -> jax.Array | None:
     if lengths is None:
-        return _checked_mask("valid", valid, steps, batch_shape)
+        return checked_mask("valid", valid, steps, batch_shape)
     if valid is not None:
         raise ValueError("Give lengths or valid, not both: lengths is short for a valid mask.")
     lengths = jnp.asarray(lengths)
@@ -379,7 +379,7 @@ def _resolve_valid(
     return time.reshape(steps, *(1,) * len(batch_shape)) < lengths[None]
 
 
-def _checked_mask(
+def checked_mask(
     name: str, mask: jax.Array | None, steps: int, batch_shape: tuple[int, ...]
 ) -> jax.Array | None:
     if mask is None:

@@ -25,6 +25,7 @@ def check_cell(cell: Cell, in_features: int = 3, *, tolerance: float = 2e-5) -> 
 
     Checked: settings hash and compare; ``init_params`` and ``cell.init`` give the same tree;
     a step keeps the carry's structure, shapes and dtypes, floats of at least float32;
+    accumulated fields feed nothing back; units do not interact in a ``diagonal`` cell;
     ``project`` and ``emit`` are pointwise in time; a sequence equals a loop of single steps;
     vmap equals a batch; masks hold the carry, resets restart it; gradients match finite
     differences and are finite at large inputs; the cell runs in ``nn.RNN`` and equals ``RNN``;
@@ -51,6 +52,7 @@ def check_cell(cell: Cell, in_features: int = 3, *, tolerance: float = 2e-5) -> 
     carry = cell.initial((_BATCH,))
     _check_flax_init(cell, params, carry, xs)
     _check_step(cell, params, carry, xs)
+    _check_promises(cell, params, xs[:, 0])
     _check_time(cell, params, xs, tolerance)
     _check_masks(cell, params, xs, tolerance)
     _check_gradients(cell, params, xs)
@@ -111,6 +113,45 @@ def _check_step(cell: Cell, params: Any, carry: Any, xs: jax.Array) -> None:
             _require(
                 leaf.dtype.itemsize >= 4, f"{name}'s carry must be float32 at least, not less."
             )
+
+
+def _check_promises(cell: Cell, params: Any, xs: jax.Array) -> None:
+    """What ``accumulated`` and ``diagonal`` say, of the step after xs ``[T, D]``."""
+    name, fields = type(cell).__name__, cell.accumulated
+    carry, _ = _loop(cell, params, cell.initial(()), xs[:-1])
+    z = cell.project(params, xs[-1])
+
+    def fed_back(carry: Any) -> Any:
+        if not fields:
+            return cell.step(params, carry, z)
+        return cell.recur(params, carry, z)._replace(**dict.fromkeys(fields))
+
+    if fields:
+        sums = {field: getattr(carry, field) for field in fields}
+        slopes = jax.jacobian(
+            lambda sums: (
+                fed_back(carry._replace(**sums)),
+                cell.increment(params, carry._replace(**sums), z),
+            )
+        )(sums)
+        _require(
+            not any(jnp.any(leaf) for leaf in jax.tree.leaves(slopes)),
+            f"{name}: neither recur nor increment may read the accumulated fields {fields}.",
+        )
+    if not cell.diagonal:
+        return
+    if fields:
+        carry = carry._replace(**dict.fromkeys(fields))
+    leaves, slopes = jax.tree.leaves(carry), jax.tree.leaves(jax.jacobian(fed_back)(carry))
+    for index, block in enumerate(slopes):
+        to, of = divmod(index, len(leaves))
+        slope = block.reshape(leaves[to].size, leaves[of].size)
+        if to == of:
+            slope = slope - jnp.diag(jnp.diag(slope))
+        _require(
+            not jnp.any(slope),
+            f"{name} says that it is diagonal, but its units interact.",
+        )
 
 
 def _loop(cell: Cell, params: Any, carry: Any, xs: jax.Array) -> tuple[Any, jax.Array]:

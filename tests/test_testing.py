@@ -112,6 +112,47 @@ def test_a_broken_cell_is_told_in_one_sentence(fault):
     assert "Broken" in str(error.value)
 
 
+def none(self, params):
+    """No recurrent products to offer, so that ``recur`` is what runs."""
+
+
+def reads_s(self, params, carry, z_t):
+    return rg.GATO.recur(self, params, carry._replace(r=carry.r + 0.01 * carry.s), z_t)
+
+
+def adds_s(self, params, carry, z):
+    return {"s": rg.GATO.increment(self, params, carry, z)["s"] + 0.01 * carry.s}
+
+
+def mixes_units(self, params, carry, z_t):
+    mixed = carry._replace(r=carry.r + 0.01 * jnp.roll(carry.r, 1, axis=-1))
+    return rg.GATO.recur(self, params, mixed, z_t)
+
+
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        (dict(recur=reads_s), "accumulated"),
+        (dict(increment=adds_s), "accumulated"),
+        (dict(recur=mixes_units), "diagonal"),
+    ],
+    ids=["recur reads s", "increment reads s", "units interact"],
+)
+def test_broken_promises_are_told_in_one_sentence(members, words):
+    broken = type("Broken", (rg.GATO,), {"__annotations__": {}, **members})
+    with pytest.raises(AssertionError, match=f"Broken.*{words}"):
+        check_cell(broken(4))
+
+
+def test_units_that_mix_are_no_breach_where_nothing_is_promised():
+    mixing = type(
+        "Mixing",
+        (rg.GATO,),
+        {"__annotations__": {}, "recur": mixes_units, "diagonal": False, "recurrent_weights": none},
+    )
+    check_cell(mixing(4))
+
+
 def test_settings_must_hash():
     class Holding(Leaky):
         values: object = None

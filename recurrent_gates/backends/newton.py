@@ -38,9 +38,9 @@ from recurrent_gates.scan import (
     Segment,
     Settings,
     Stream,
-    _checked_carry,
-    _checked_mask,
     advance,
+    checked_carry,
+    checked_mask,
     kept,
     masked_output,
 )
@@ -131,9 +131,9 @@ def report(
         raise ValueError(f"xs must be [T, *batch, D], got {[jnp.shape(leaf) for leaf in leaves]}.")
     steps, *batch = leaves[0].shape[:-1]
     fresh = cell.initial(tuple(batch))
-    carry = fresh if carry is None else _checked_carry("carry", carry, fresh)
-    valid = _checked_mask("valid", valid, steps, tuple(batch))
-    resets = _checked_mask("resets", resets, steps, tuple(batch))
+    carry = fresh if carry is None else checked_carry("carry", carry, fresh)
+    valid = checked_mask("valid", valid, steps, tuple(batch))
+    resets = checked_mask("resets", resets, steps, tuple(batch))
     if valid is not None:
         xs = jax.tree.map(lambda x: jnp.where(expand(valid, x), x, jnp.zeros_like(x)), xs)
     settings, stream = Settings(cell, reverse, 1, keep=True), Stream(valid, resets, ())

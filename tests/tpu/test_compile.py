@@ -121,7 +121,8 @@ def test_shared_master_gates_need_a_tpu_after_v4(kind):
     cell = rg.CELLS["um_lstm"](128, downsize=16)
     program, sizes = training_step(cell, "pallas"), shapes(cell, 9, 16, 16, jnp.float32)
     if kind == "v4":
-        with pytest.raises(jax.errors.JaxRuntimeError, match="this TPU generation"):
+        # The compiler's own words, of libtpu 0.0.51 and of 0.0.42, whose type of error differs too.
+        with pytest.raises(Exception, match=r"this TPU generation|unsupported shape cast"):
             compiled(kind, program, *sizes)
     else:
         compiled(kind, program, *sizes)

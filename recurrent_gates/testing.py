@@ -140,6 +140,19 @@ def _check_promises(cell: Cell, params: Any, xs: jax.Array) -> None:
         )
     if not cell.diagonal:
         return
+    for field in fields:
+        added = cell.increment(params, carry, z)[field]
+        values = [added + 1, added - 1]
+        got = [cell.accumulate(field, value, added) for value in values]
+        rules = (
+            [cell.bounded(field, value + added) for value in values],
+            [cell.bounded(field, added) for _ in values],
+        )
+        _require(
+            any(jnp.allclose(jnp.stack(got), jnp.stack(want)) for want in rules),
+            f"{name} says that it is diagonal, but accumulate of {field!r} is neither the sum nor "
+            "the increment.",
+        )
     if fields:
         carry = carry._replace(**dict.fromkeys(fields))
     leaves, slopes = jax.tree.leaves(carry), jax.tree.leaves(jax.jacobian(fed_back)(carry))

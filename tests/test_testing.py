@@ -124,6 +124,14 @@ def adds_s(self, params, carry, z):
     return {"s": rg.GATO.increment(self, params, carry, z)["s"] + 0.01 * carry.s}
 
 
+def fades(self, name, value, added):
+    return self.bounded(name, 0.99 * value + added)
+
+
+def takes_the_larger(self, name, value, added):
+    return jnp.maximum(value, added)
+
+
 def mixes_units(self, params, carry, z_t):
     mixed = carry._replace(r=carry.r + 0.01 * jnp.roll(carry.r, 1, axis=-1))
     return rg.GATO.recur(self, params, mixed, z_t)
@@ -134,14 +142,21 @@ def mixes_units(self, params, carry, z_t):
     [
         (dict(recur=reads_s), "accumulated"),
         (dict(increment=adds_s), "accumulated"),
-        (dict(recur=mixes_units), "diagonal"),
+        (dict(recur=mixes_units), "diagonal.*interact"),
+        (dict(accumulate=fades), "diagonal.*'s'"),
+        (dict(accumulate=takes_the_larger), "diagonal.*'s'"),
     ],
-    ids=["recur reads s", "increment reads s", "units interact"],
+    ids=["recur reads s", "increment reads s", "units interact", "s fades", "s is the largest"],
 )
 def test_broken_promises_are_told_in_one_sentence(members, words):
     broken = type("Broken", (rg.GATO,), {"__annotations__": {}, **members})
     with pytest.raises(AssertionError, match=f"Broken.*{words}"):
         check_cell(broken(4))
+
+
+@pytest.mark.parametrize("s_update", ["zero", "replace"])
+def test_the_ablations_of_gato_conform(s_update):
+    check_cell(rg.CELLS["gato1"](4, s_update=s_update))
 
 
 def test_units_that_mix_are_no_breach_where_nothing_is_promised():

@@ -2,6 +2,7 @@
 # make test       install, then lint, type-check and run the tests (15 minutes on two cores)
 # make test-all   the same with the full product of options instead of a covering array
 # make test-gpu   the tests that need a GPU
+# make test-cuda  compile every backend for an H100, on any machine (installs JAX's CUDA plugin)
 # make test-tpu   compile every backend for TPUs, on any machine (installs libtpu)
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 # One process per core; a file stays in one process, so that its compilations are shared.
 PYTEST_FLAGS ?= --numprocesses=auto --dist=loadfile
 
-.PHONY: copy test test-all test-gpu test-tpu lint
+.PHONY: copy test test-all test-gpu test-cuda test-tpu lint
 
 $(VENV)/installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +34,11 @@ test-all: lint
 
 test-gpu: $(VENV)/installed
 	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest tests/gpu
+
+# The executables are for a GPU; the process runs on the CPU.
+test-cuda: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[cuda]'
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -rP $(PYTEST_FLAGS) tests/cuda
 
 # The executables are for TPUs; the process runs on the CPU.
 test-tpu: $(VENV)/installed

@@ -268,8 +268,21 @@ def dense_product(
     weights: Params, slot: str, x: jax.Array, dtype: Any, separate: Sequence[str]
 ) -> jax.Array:
     """U x, plus the slot's recurrent bias where it is kept apart; float32 at least."""
-    kernel = weights["recurrent_kernel"][slot].astype(dtype)
-    out = jnp.matmul(x.astype(dtype), kernel, preferred_element_type=state_dtype(dtype))
+    out = matrix_product(x, weights["recurrent_kernel"][slot], dtype)
+    return with_recurrent_bias(weights, slot, out, separate)
+
+
+def matrix_product(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
+    """x times a kernel in ``dtype``, summed in float32 at least."""
+    return jnp.matmul(
+        x.astype(dtype), kernel.astype(dtype), preferred_element_type=state_dtype(dtype)
+    )
+
+
+def with_recurrent_bias(
+    weights: Params, slot: str, out: jax.Array, separate: Sequence[str]
+) -> jax.Array:
+    """A recurrent product with the slot's recurrent bias, where that is kept apart."""
     if slot in separate and slot in weights.get("recurrent_bias", {}):
         out = out + lead(weights["recurrent_bias"][slot].astype(out.dtype), out)
     return out

@@ -30,7 +30,7 @@ class RNN(nn.Module):
       reverse: run from the end; the output comes in the order of processing, with padding
         left at the end, unless ``keep_order``.
       keep_order: with ``reverse``, give the output in the order of the input.
-      unroll: steps per iteration of the loop.
+      unroll: steps per iteration of the loop; default: 8 on a GPU, 1 elsewhere.
       carry_fns: what happens to the carry around each step, left to right.
       remat: chunk length for rematerialisation, or None.
       backend: ``"auto"`` or a form of the recurrence; see ``Backend``.
@@ -44,7 +44,7 @@ class RNN(nn.Module):
     return_carry: bool = False
     reverse: bool = False
     keep_order: bool = False
-    unroll: int = 1
+    unroll: int | None = None
     variable_axes: Mapping[str, Any] | None = None
     variable_broadcast: Any = "params"
     variable_carry: Any = False
@@ -185,7 +185,7 @@ class Stack(nn.Module):
     return_carry: bool = False
     reverse: bool = False
     keep_order: bool = False
-    unroll: int = 1
+    unroll: int | None = None
     remat: int | None = None
     backend: str | Backend = "auto"
 

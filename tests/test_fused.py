@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import recurrent_gates as rg
-from recurrent_gates.backends import fused, two_layer
+from recurrent_gates.backends import fused, products, two_layer
 from recurrent_gates.scan import Request, Settings, Stream
 from tests.support import array, assert_close, parameters, quick_jit, state
 from tests.test_carry import Scale
@@ -35,6 +35,7 @@ FACTORS = {
     "resets": (False, True),
     "reverse": (False, True),
     "chunk": (None, CHUNK, "replayed", "kept"),
+    "products": ("apart", "merged"),
     "around": ("nothing", "vmap", "checkpoint"),
     "carries": ("last", "all"),
 }
@@ -42,7 +43,7 @@ CONDITIONS = (
     {},
     *(
         {name: level}
-        for name in ("mask", "resets", "reverse", "chunk", "around")
+        for name in ("mask", "resets", "reverse", "chunk", "products", "around")
         for level in FACTORS[name][1:]
     ),
 )
@@ -251,6 +252,7 @@ def outgrow_the_cache(monkeypatch, chunk):
 
 def test_fused_is_the_scan(row, monkeypatch):
     outgrow_the_cache(monkeypatch, row["chunk"])
+    monkeypatch.setattr(products, "merges", lambda: row["products"] == "merged")
     cell = build(row["family"], row["gate"])
     compare(
         cell,
@@ -345,6 +347,25 @@ def gradient_program(cell):
 
     inputs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
     return jax.jit(jax.grad(loss, (0, 1))).lower(*inputs).as_text()
+
+
+@pytest.mark.parametrize(
+    ("family", "groups"),
+    [
+        ("lstm", [{"f", "i", "u", "o"}]),
+        ("gru_after", [{"reset", "f", "u"}]),
+        ("gru_before", [{"reset", "f"}]),
+        ("gato1", []),
+        ("rnn", []),
+    ],
+)
+def test_products_of_one_vector_are_one(family, groups, monkeypatch):
+    monkeypatch.setattr(products, "merges", lambda: True)
+    cell = build(family)
+    params, z = parameters(cell, INPUTS), cell.project(parameters(cell, INPUTS), array(8, 1, 2))
+    weights = cell.recurrent_weights(params)
+    merged = products.merged_products(cell, weights, cell.initial(()), cell.loop_input(z), None)
+    assert [set(group.slots) for group in merged] == groups
 
 
 @pytest.mark.parametrize("make", [rg.LSTM, Sine])

@@ -1,7 +1,7 @@
 """The Pallas kernels, interpreted, against the scan: every value and every gradient.
 
 In float64, where a right kernel differs by roundings alone. What the compilers of a TPU and of
-a GPU make of the kernels is in `tests/tpu` and, as far as lowering, at the end of this file.
+a GPU make of the kernels is in `tests/tpu` and `tests/cuda` and, as far as lowering, below.
 """
 
 import dataclasses
@@ -178,6 +178,34 @@ def test_the_blocks_of_a_gpu(name, as_on_a_gpu):
     compare(
         CELLS[name], valid=VALID, carry_fns=[rg.Damp(0.3, field="s" if "gato" in name else "h")]
     )
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("name", ["gato1", "gato2", "replace"])
+def test_the_blocks_of_units_of_a_gpu(name, reverse, as_on_a_gpu, monkeypatch):
+    monkeypatch.setattr(pallas_loop, "GPU_UNITS", 1)  # 2 units: two programs for a row
+    monkeypatch.setattr(pallas_loop, "GPU_AHEAD", 2)  # 5 steps: two pairs and a rest
+    fns = [rg.Detach(0.5, field="r"), rg.Zoneout(0.4, field="s")]
+    draws = [noise(STEPS), noise(STEPS, BATCH, CELLS[name].units)]
+    how = dict(carry_fns=fns, noise=draws, valid=VALID, resets=RESETS)
+    compare(CELLS[name], reverse=reverse, **how)
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves(rg.SlotMap):
+    """A decay and a candidate from one slot of twice the width."""
+
+    def slots(self, units):
+        return {"both": 2 * units}
+
+    def combine(self, params, r, product):
+        gate, candidate = jnp.split(product("both", r), 2, axis=-1)
+        return 0.7 * jax.nn.sigmoid(gate) * r + jnp.tanh(candidate)
+
+
+def test_slots_wider_than_the_units_stay_in_one_block_on_a_gpu(as_on_a_gpu, monkeypatch):
+    monkeypatch.setattr(pallas_loop, "GPU_UNITS", 1)
+    compare(rg.GATO(FEATURES, f=Halves(), g=rg.OneLayer(), **F64))
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -4,7 +4,8 @@ The forward loop keeps each carry and each pre-activation once; in chunks of its
 the two, and forms the other again: pre-activations all at once, carries without a product. The
 backward loop replays a step from them without computing a recurrent product again, and hands out
 the cotangents of the pre-activations; the weights' gradients are formed after it, one product over
-all steps. A step that is detached for the whole batch skips its products in the backward loop.
+all steps. A step that is detached for the whole batch skips its products in the backward loop,
+but on a GPU.
 
 Where fields only accumulate (GATO's s) the loop runs the other fields alone. The increments
 of a whole chunk are then computed at once, outside the loop, and accumulated. Chunks are
@@ -33,15 +34,16 @@ from recurrent_gates.backends.accumulation import (
 from recurrent_gates.backends.products import (
     Residuals,
     add,
-    detached,
     gradients,
-    known,
+    merged_products,
     recorded_step,
     residuals,
+    step_gradients,
+    step_product,
 )
 from recurrent_gates.backends.rows import flat, on_one_cpu, unflat
 from recurrent_gates.base import Carry, Cell, Params, Slots
-from recurrent_gates.carry import apply_before, get_field
+from recurrent_gates.carry import get_field
 from recurrent_gates.gato import GATO
 from recurrent_gates.scan import (
     Request,
@@ -51,7 +53,6 @@ from recurrent_gates.scan import (
     advance,
     kept,
     masked_output,
-    select,
 )
 
 _CACHE_BYTES = 2**20  # of projections in a chunk, on a CPU
@@ -171,9 +172,12 @@ def _forward(
 ) -> tuple[tuple[Carry, Carry], Any]:
     cell = settings.cell
 
+    merged = merged_products(cell, weights, carry, z, next(iter(z.values())).dtype)
+
     def body(c: Carry, inputs: tuple[Slots, Stream]) -> tuple[Carry, Any]:
         z_t, stream_t = inputs
-        c, pre = recorded_step(cell, weights, z_t, c, fresh, carry_fns, stream_t)
+        product = step_product(cell, weights, merged)
+        c, pre = recorded_step(cell, product, z_t, c, fresh, carry_fns, stream_t)
         return c, (c, pre)
 
     last, (carries, pre) = jax.lax.scan(
@@ -189,6 +193,7 @@ def _forward(
         read = _rebuild(cell, z, carry, fresh, carry_fns, stream, pre, reverse=settings.reverse)
     # The backward loop's products are with the transposes: a CPU's take half as long again where
     # each of them transposes by itself. They are kept, or each chunk would transpose again.
+    # XLA folds the second transpose into the product.
     transposed = kept(jax.tree.map(_transposed, weights))
     return (last, carries), (residuals(cell, *inputs, read, pre), transposed)
 
@@ -243,7 +248,8 @@ def _replay(
     cell = settings.cell
 
     def step(prev: Carry, z_t: Slots, stream_t: Stream) -> Slots:
-        return recorded_step(cell, weights, z_t, prev, fresh, carry_fns, stream_t)[1]
+        product = step_product(cell, weights, ())
+        return recorded_step(cell, product, z_t, prev, fresh, carry_fns, stream_t)[1]
 
     return jax.vmap(step)(shifted(carry, carries, settings.reverse), z, stream)
 
@@ -255,6 +261,7 @@ def _backward(
     weights, carry, fresh, carry_fns, stream, carries, pre, apart, _ = loop
     cell, dtype, reverse = settings.cell, loop.dtype, settings.reverse
     d_last, d_carries = cotangents
+    merged = merged_products(cell, weights, carry, {**apart, **pre}, dtype)
     steps = jax.tree.leaves(carries)[0].shape[0]
     first, towards_first = (steps - 1, 1) if reverse else (0, -1)
 
@@ -271,58 +278,21 @@ def _backward(
     def body(state: tuple[Carry, Carry], inputs: Any) -> tuple[tuple[Carry, Carry], Any]:
         d_carry, d_fresh = state
         t, pre_t, apart_t, stream_t, d_here = inputs
-        direct: dict[str, int] = {}  # slot -> the leaf of the carry that its product reads
-
-        def update(read: Carry, pre_t: Slots, apart_t: Slots) -> Carry:
-            def product(slot: str, x: jax.Array) -> jax.Array:
-                for index, leaf in enumerate(jax.tree.leaves(read)):
-                    if leaf is x:
-                        direct[slot] = index
-                        return pre_t[slot]
-                return known(cell, dtype, weights, pre_t[slot], slot, x)
-
-            return cell.update(read, apart_t, product)
-
-        def step(prev, fresh, pre_t, apart_t):
-            return advance(
-                lambda read: update(read, pre_t, apart_t), prev, fresh, carry_fns, stream_t
-            )
-
-        prev = previous(t)
-        _, pullback = jax.vjp(step, prev, fresh, pre_t, apart_t)
-        d_prev, d_fresh_t, d_pre, d_apart = pullback(add(d_carry, d_here))
-
-        # What the products read from the carry itself, all of them at once.
-        def read_by_products(prev: Carry, fresh: Carry) -> list[jax.Array]:
-            carry = select(stream_t.resets, fresh, prev)
-            return jax.tree.leaves(apply_before(carry_fns, stream_t.noise, carry))
-
-        def d_products(d_pre: Slots) -> list[jax.Array]:
-            weights = jax.tree.map(_transposed, transposed)  # XLA folds it into the product
-
-            def products(read: list[jax.Array]) -> Slots:
-                return {
-                    slot: cell.product(weights, slot, read[index], dtype)
-                    for slot, index in direct.items()
-                }
-
-            _, pullback = jax.vjp(products, jax.tree.leaves(prev))
-            return pullback({slot: d_pre[slot] for slot in direct})[0]
-
-        if direct:
-            skip = detached(carry_fns, stream_t, prev, set(direct.values()))
-            if skip is None or not any(leaf.ndim > 1 for leaf in jax.tree.leaves(weights)):
-                d_read = d_products(d_pre)
-            else:  # h-detach: no gradient passes, so no product is due
-                d_read = jax.lax.cond(
-                    skip,
-                    lambda _: [jnp.zeros_like(a) for a in jax.tree.leaves(prev)],
-                    d_products,
-                    d_pre,
-                )
-            _, pullback = jax.vjp(read_by_products, prev, fresh)
-            d_prev_read, d_fresh_read = pullback(d_read)
-            d_prev, d_fresh_t = add(d_prev, d_prev_read), add(d_fresh_t, d_fresh_read)
+        product = step_product(cell, jax.tree.map(_transposed, transposed), merged)
+        d_prev, d_fresh_t, d_pre, d_apart = step_gradients(
+            cell,
+            weights,
+            product,
+            dtype,
+            previous(t),
+            fresh,
+            pre_t,
+            apart_t,
+            carry_fns,
+            stream_t,
+            add(d_carry, d_here),
+            skip=_skips(),
+        )
         if stream.resets is not None:
             d_fresh = add(d_fresh, d_fresh_t)
         return (d_prev, d_fresh), (d_pre, d_apart)
@@ -336,6 +306,14 @@ def _backward(
     before = shifted(carry, carries, reverse)
     d_weights, d_z = gradients(cell, loop, before, d_pre, d_apart)
     return d_weights, d_z, d_carry, d_fresh, None, None
+
+
+def _skips() -> bool:
+    """Whether a product that is not due is skipped.
+
+    On a GPU the host decides which branch runs, and the device waits for it at every step.
+    """
+    return jax.default_backend() != "gpu"
 
 
 def _transposed(leaf: jax.Array) -> jax.Array:

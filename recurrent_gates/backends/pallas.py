@@ -187,6 +187,10 @@ class _Sum(Cell):
     whole: Cell
 
     @property
+    def diagonal(self) -> bool:
+        return self.whole.diagonal
+
+    @property
     def separate(self) -> tuple[str, ...]:
         return self.whole.accumulated
 

@@ -32,6 +32,12 @@ GPU_ROWS = 16
 """Rows of the batch per program on a GPU, the fewest that a tensor-core product takes; one row
 where nothing is multiplied."""
 
+GPU_UNITS = 128
+"""Units per program on a GPU where they do not interact: one to a thread."""
+
+GPU_AHEAD = 8
+"""Steps whose inputs such a program loads at once: a load takes longer than a step's arithmetic."""
+
 Body = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 
@@ -41,17 +47,35 @@ def on_platform(kernel_call: Callable[..., Any], *args: Any) -> Any:
     return jax.lax.platform_dependent(*args, **ways)
 
 
-def compiler_params(platform: str, axes: int, *, state: bool) -> Any:
-    """What each compiler is told: on a TPU, whether the last of the grid's axes carries state."""
+def compiler_params(platform: str, axes: int, *, state: bool, held: int = 0) -> Any:
+    """What each compiler is told.
+
+    Args:
+      platform: of the kernel.
+      axes: of its grid.
+      state: whether the last of them carries state, on a TPU.
+      held: bytes of weights that a program holds all the time, on a GPU.
+    """
     if platform == "tpu":
         last = pltpu.ARBITRARY if state else pltpu.PARALLEL
         semantics = (*[pltpu.PARALLEL] * (axes - 1), last)
         return pltpu.CompilerParams(dimension_semantics=semantics)
-    return pltriton.CompilerParams() if platform == "cuda" else None
+    if platform == "cuda":
+        # More threads where the weights would fill the registers of four warps. No pipeline: no
+        # load of a step feeds a product, and its buffers would take the weights' room on the chip.
+        return pltriton.CompilerParams(num_warps=8 if held >= 2**16 else 4, num_stages=1)
+    return None
 
 
 def time_loop(
-    body: Body, shared: Any, rows: Any, carry: Any, xs: Any, *, reverse: bool
+    body: Body,
+    shared: Any,
+    rows: Any,
+    carry: Any,
+    xs: Any,
+    *,
+    reverse: bool,
+    elementwise: bool = False,
 ) -> tuple[Any, Any]:
     """``lax.scan(lambda c, x: body(shared, rows, c, x), carry, xs)`` as one kernel.
 
@@ -63,6 +87,7 @@ def time_loop(
       carry: the state; arrays ``[B, width]``.
       xs: inputs by step; arrays ``[T, B, width]``, and scalars by step ``[T]``.
       reverse: run t from T - 1 to 0.
+      elementwise: whether body treats the units, columns, independently, too.
 
     Returns:
       (carry, ys), ys ``[T, B, width]`` with every y at the t of its x.
@@ -78,12 +103,12 @@ def time_loop(
         x_t = jax.tree.map(lambda a, b: a != 0 if b else a, x_t, is_bool)
         return body(shared, rows, carry, x_t)
 
-    call = functools.partial(_time_loop, body=typed, reverse=reverse)
+    call = functools.partial(_time_loop, body=typed, reverse=reverse, elementwise=elementwise)
     return on_platform(call, shared, rows, carry, xs)
 
 
 def _time_loop(
-    platform: str, shared: Any, rows: Any, carry: Any, xs: Any, *, body: Body, reverse: bool
+    platform: str, shared: Any, rows: Any, carry: Any, xs: Any, **how: Any
 ) -> tuple[Any, Any]:
     batch = jax.tree.leaves(carry)[0].shape[0]
     if platform == "cuda":  # Triton checks no bounds: whole blocks only
@@ -91,13 +116,21 @@ def _time_loop(
         rows, carry, xs = jax.tree.map(
             lambda a: _pad_axis(a, a.ndim - 2, padding) if a.ndim > 1 else a, (rows, carry, xs)
         )
-        last, ys = _call(platform, shared, rows, carry, xs, body=body, reverse=reverse)
+        last, ys = _call(platform, shared, rows, carry, xs, **how)
         return jax.tree.map(lambda a: a[..., :batch, :], (last, ys))
-    return _call(platform, shared, rows, carry, xs, body=body, reverse=reverse)
+    return _call(platform, shared, rows, carry, xs, **how)
 
 
 def _call(
-    platform: str, shared: Any, rows: Any, carry: Any, xs: Any, *, body: Body, reverse: bool
+    platform: str,
+    shared: Any,
+    rows: Any,
+    carry: Any,
+    xs: Any,
+    *,
+    body: Body,
+    reverse: bool,
+    elementwise: bool,
 ) -> tuple[Any, Any]:
     steps = next(a for a in jax.tree.leaves(xs)).shape[0]
     batch = jax.tree.leaves(carry)[0].shape[0]
@@ -106,34 +139,45 @@ def _call(
     ys = jax.tree.map(lambda a: jax.ShapeDtypeStruct((steps, *a.shape), a.dtype), y_t)
     out = (jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), carry), ys)
 
+    width = jax.tree.leaves(carry)[0].shape[1]
+    widths = {a.shape[-1] for a in jax.tree.leaves((shared, rows, carry, xs, ys)) if a.ndim > 1}
+    units, ahead = width, 1
     if platform == "cuda":
         block, chunk = _gpu_rows(shared), steps
+        if elementwise and widths <= {1, width}:
+            units, ahead = math.gcd(width, GPU_UNITS), GPU_AHEAD
     else:
         block, chunk = _tpu_blocks(shared, (rows, carry, carry), (xs, ys), batch, steps)
     chunks = pl.cdiv(steps, chunk)
+
+    def wide(a: Any) -> int:  # the columns of an array's block: some units, or all there are
+        return units if a.shape[-1] == width else a.shape[-1]
+
+    def column(a: Any, u: Any) -> Any:
+        return u if a.shape[-1] == width else 0
 
     def at(i: Any) -> Any:  # the block of time of a grid step
         return chunks - 1 - i if reverse else i
 
     def fixed(a: Any) -> pl.BlockSpec:
         if a.ndim == 2:
-            return pl.BlockSpec(a.shape, lambda b, i: (0, 0))
+            return pl.BlockSpec((a.shape[0], wide(a)), lambda b, u, i: (0, column(a, u)))
         return _scalars(platform)
 
     def by_row(a: Any) -> pl.BlockSpec:
-        return pl.BlockSpec((block, a.shape[1]), lambda b, i: (b, 0))
+        return pl.BlockSpec((block, wide(a)), lambda b, u, i: (b, column(a, u)))
 
     def by_time(a: Any) -> pl.BlockSpec:
         if a.ndim == 1:
             return _scalars(platform)
-        return pl.BlockSpec((chunk, block, a.shape[2]), lambda b, i: (at(i), b, 0))
+        return pl.BlockSpec((chunk, block, wide(a)), lambda b, u, i: (at(i), b, column(a, u)))
 
     def kernel(*refs: Any) -> None:
         inputs, (last_ref, ys_ref) = jax.tree.unflatten(structure, refs)
         shared_ref, rows_ref, carry_ref, xs_ref = inputs
-        i = at(pl.program_id(1))
+        i = at(pl.program_id(2))
 
-        @pl.when(pl.program_id(1) == 0)
+        @pl.when(pl.program_id(2) == 0)
         def _() -> None:
             jax.tree.map(_copy, last_ref, carry_ref)
 
@@ -141,17 +185,24 @@ def _call(
         rows_ = jax.tree.map(lambda ref: ref[...], rows_ref)
         count = chunk if steps % chunk == 0 else jnp.minimum(chunk, steps - i * chunk)
 
-        def step(n: Any, carry: Any) -> Any:
-            t = count - 1 - n if reverse else n
-            x_t = jax.tree.map(
+        def load(t: Any) -> Any:
+            return jax.tree.map(
                 lambda ref: ref[t] if len(ref.shape) == 3 else ref[i * chunk + t], xs_ref
             )
-            carry, y_t = in_kernel(body)(shared_, rows_, carry, x_t)
-            jax.tree.map(lambda ref, value: _store(ref, t, value), ys_ref, y_t)
+
+        def run(n: Any, carry: Any, some: int) -> Any:
+            """Some steps from the n-th on; all their loads come before the first store."""
+            times = [count - 1 - n - k if reverse else n + k for k in range(some)]
+            for t, x_t in [(t, load(t)) for t in times]:
+                carry, y_t = in_kernel(body)(shared_, rows_, carry, x_t)
+                jax.tree.map(functools.partial(_store, t), ys_ref, y_t)
             return carry
 
         state = jax.tree.map(lambda ref: ref[...], last_ref)
-        jax.tree.map(_set, last_ref, jax.lax.fori_loop(0, count, step, state))
+        state = jax.lax.fori_loop(0, count // ahead, lambda n, c: run(n * ahead, c, ahead), state)
+        if ahead > 1:
+            state = run(steps // ahead * ahead, state, steps % ahead)
+        jax.tree.map(_set, last_ref, state)
 
     shared = jax.tree.map(lambda a: a if a.ndim == 2 else a.reshape(1), shared)
     ins = (shared, rows, carry, xs)
@@ -162,13 +213,14 @@ def _call(
         jax.tree.map(by_time, xs),
     )
     structure = jax.tree.structure((ins, out))
+    held = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(shared) if a.ndim == 2)
     results = pl.pallas_call(
         kernel,
-        grid=(pl.cdiv(batch, block), chunks),
+        grid=(pl.cdiv(batch, block), width // units, chunks),
         in_specs=jax.tree.leaves(specs),
         out_specs=jax.tree.leaves((jax.tree.map(by_row, carry), jax.tree.map(by_time, ys))),
         out_shape=jax.tree.leaves(out),
-        compiler_params=compiler_params(platform, 2, state=True),
+        compiler_params=compiler_params(platform, 3, state=True, held=held),
         interpret=platform == "cpu",
     )(*jax.tree.leaves(ins))
     return jax.tree.unflatten(jax.tree.structure(out), results)
@@ -191,7 +243,7 @@ def _set(ref: Any, value: jax.Array) -> None:
     ref[...] = value
 
 
-def _store(ref: Any, t: Any, value: jax.Array) -> None:
+def _store(t: Any, ref: Any, value: jax.Array) -> None:
     ref[t] = value
 
 

@@ -13,14 +13,13 @@ from recurrent_gates.backends.pallas_loop import time_loop
 from recurrent_gates.backends.products import (
     Residuals,
     add,
-    detached,
     gradients,
-    known,
     recorded_step,
     residuals,
+    step_gradients,
 )
 from recurrent_gates.base import Carry, Cell, Params, SlotCell, Slots
-from recurrent_gates.scan import Settings, Stream, advance
+from recurrent_gates.scan import Settings, Stream
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -62,14 +61,14 @@ def _forward(
     def body(shared: Any, fresh: Carry, c: Carry, inputs: Any) -> tuple[Carry, Any]:
         weights, carry_fns = shared
         z_t, stream_t = inputs
-        c, pre = recorded_step(cell, weights, z_t, c, fresh, carry_fns, stream_t)
+        product = functools.partial(cell.product, weights)
+        c, pre = recorded_step(cell, product, z_t, c, fresh, carry_fns, stream_t)
         return c, (c, pre)
 
     shared = (resident(cell, weights, dtype), carry_fns)
     rows = None if stream.resets is None else fresh
-    last, (carries, pre) = time_loop(
-        body, shared, rows, carry, (z, stream), reverse=settings.reverse
-    )
+    how: Any = dict(reverse=settings.reverse, elementwise=cell.diagonal)
+    last, (carries, pre) = time_loop(body, shared, rows, carry, (z, stream), **how)
     inputs = (weights, z, carry, fresh, carry_fns, stream)
     return (last, carries), residuals(cell, *inputs, carries, pre)
 
@@ -84,33 +83,20 @@ def _backward(settings: Settings, saved: Residuals, cotangents: tuple[Carry, Car
         weights, carry_fns = shared
         d_carry, d_fresh = state
         prev, pre_t, apart_t, stream_t, d_here = inputs
-        direct = _read_directly(cell, prev, pre_t, apart_t)
-
-        def pull(d_new: Carry, *, products: bool) -> tuple:
-            def step(prev: Carry, fresh: Carry, pre_t: Slots, apart_t: Slots) -> Carry:
-                def update(read: Carry) -> Carry:
-                    leaves = jax.tree.leaves(read)
-
-                    def product(slot: str, x: jax.Array) -> jax.Array:
-                        if not products and any(leaf is x for leaf in leaves):
-                            return pre_t[slot]
-                        return known(cell, dtype, weights, pre_t[slot], slot, x)
-
-                    return cell.update(read, apart_t, product)
-
-                return advance(update, prev, fresh, carry_fns, stream_t)
-
-            _, pullback = jax.vjp(step, prev, fresh, pre_t, apart_t)
-            return pullback(d_new)
-
-        skip = detached(carry_fns, stream_t, prev, direct) if direct else None
-        pull_all = functools.partial(pull, products=True)
-        d_new = add(d_carry, d_here)
-        if skip is None:
-            pulled = pull_all(d_new)
-        else:  # h-detach: no gradient passes these products, so they are not due
-            pulled = jax.lax.cond(skip, functools.partial(pull, products=False), pull_all, d_new)
-        d_prev, d_fresh_t, d_pre, d_apart = pulled
+        d_prev, d_fresh_t, d_pre, d_apart = step_gradients(
+            cell,
+            weights,
+            functools.partial(cell.product, weights),
+            dtype,
+            prev,
+            fresh,
+            pre_t,
+            apart_t,
+            carry_fns,
+            stream_t,
+            add(d_carry, d_here),
+            skip=True,
+        )
         if d_fresh is not None:
             d_fresh = add(d_fresh, d_fresh_t)
         return (d_prev, d_fresh), (d_pre, d_apart)
@@ -124,6 +110,7 @@ def _backward(settings: Settings, saved: Residuals, cotangents: tuple[Carry, Car
         (d_last, d_rows),
         (before, pre, apart, stream, d_carries),
         reverse=not reverse,
+        elementwise=cell.diagonal,
     )
     d_fresh = zeros if d_rows is None else d_rows
 
@@ -143,18 +130,3 @@ def resident(cell: Cell, weights: Params, dtype: Any) -> Params:
         return w.astype(dtype) if isinstance(cell, SlotCell) else w
 
     return jax.tree.map(matrix, weights)
-
-
-def _read_directly(cell: Cell, carry: Carry, pre_t: Slots, apart_t: Slots) -> set[int]:
-    """The leaves of the carry that recurrent products read as they are."""
-    found: set[int] = set()
-
-    def update(read: Carry) -> Carry:
-        def product(slot: str, x: jax.Array) -> jax.Array:
-            found.update(i for i, leaf in enumerate(jax.tree.leaves(read)) if leaf is x)
-            return pre_t[slot]
-
-        return cell.update(read, apart_t, product)
-
-    jax.eval_shape(update, carry)
-    return found

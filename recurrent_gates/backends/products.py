@@ -8,6 +8,8 @@ weights' gradients are formed after the loop, one product over all steps.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +17,19 @@ import jax.numpy as jnp
 
 from recurrent_gates.backends.accumulation import CarryFns
 from recurrent_gates.backends.rows import as_transpose, flat, on_one_cpu
-from recurrent_gates.base import Carry, Cell, Params, SlotCell, Slots, pre_activations
-from recurrent_gates.carry import Detach, get_field
+from recurrent_gates.base import (
+    Carry,
+    Cell,
+    Params,
+    SlotCell,
+    Slots,
+    matrix_product,
+    pre_activations,
+    with_recurrent_bias,
+)
+from recurrent_gates.carry import Detach, apply_before, get_field
 from recurrent_gates.gato import GATO
-from recurrent_gates.scan import Stream, advance
+from recurrent_gates.scan import Stream, advance, select
 
 
 class Residuals(NamedTuple):
@@ -67,9 +78,88 @@ def residuals(
     return Residuals(weights, carry, fresh, carry_fns, stream, carries, pre, apart, dtypes)
 
 
+class Merged(NamedTuple):
+    """Recurrent weights of slots that read one vector, as one matrix.
+
+    Attributes:
+      slots: the widths of the slots, in the order of the columns.
+      weights: ``[F, sum of widths]``.
+    """
+
+    slots: dict[str, int]
+    weights: jax.Array
+
+
+def merges() -> bool:
+    """Whether products of one vector had better be one.
+
+    On a GPU each is a program of its own, which takes microseconds to start. On a CPU the pieces
+    of a wide array cost more than they save.
+    """
+    return jax.default_backend() == "gpu"
+
+
+def merged_products(
+    cell: Cell, weights: Params, carry: Carry, z: Slots, dtype: Any
+) -> tuple[Merged, ...]:
+    """The products of a step that can be one, where one large product beats several small ones.
+
+    Args:
+      cell: the cell.
+      weights: of the recurrent products.
+      carry: the carry, leaves ``[*batch, F]``.
+      z: projections or pre-activations by slot, ``[T, *batch, width]``.
+      dtype: of the products.
+    """
+    if not merges() or type(cell).product is not SlotCell.product:
+        return ()
+    z_t = {slot: jax.ShapeDtypeStruct(value.shape[1:], value.dtype) for slot, value in z.items()}
+    read: list[tuple[str, jax.Array]] = []
+
+    def update(carry: Carry, z_t: Slots) -> Carry:
+        def product(slot: str, x: jax.Array) -> jax.Array:
+            read.append((slot, x))
+            return cell.product(weights, slot, x, dtype)
+
+        return cell.update(carry, z_t, product)
+
+    jax.eval_shape(update, carry, z_t)
+    kernels = weights["recurrent_kernel"]
+    groups: dict[int, list[str]] = {}
+    for slot, x in read:
+        groups.setdefault(id(x), []).append(slot)
+    return tuple(
+        Merged(
+            {slot: kernels[slot].shape[1] for slot in slots},
+            jnp.concatenate([kernels[slot].astype(dtype) for slot in slots], axis=1),
+        )
+        for slots in groups.values()
+        if len(slots) > 1
+    )
+
+
+def step_product(
+    cell: Cell, weights: Params, merged: Sequence[Merged]
+) -> Callable[[str, jax.Array, Any], jax.Array]:
+    """``cell.product`` of these weights for one step: (slot, x, dtype) -> U x."""
+    done: dict[str, jax.Array] = {}
+
+    def product(slot: str, x: jax.Array, dtype: Any) -> jax.Array:
+        group = next((group for group in merged if slot in group.slots), None)
+        if group is None:
+            return cell.product(weights, slot, x, dtype)
+        if slot not in done:
+            out = matrix_product(x, group.weights, dtype)
+            widths = list(itertools.accumulate(group.slots.values()))[:-1]
+            done.update(zip(group.slots, jnp.split(out, widths, axis=-1), strict=True))
+        return with_recurrent_bias(weights, slot, done[slot], cell.separate)
+
+    return product
+
+
 def recorded_step(
     cell: Cell,
-    weights: Params,
+    product: Callable[[str, jax.Array, Any], jax.Array],
     z_t: Slots,
     carry: Carry,
     fresh: Carry,
@@ -78,20 +168,107 @@ def recorded_step(
 ) -> tuple[Carry, Slots]:
     """One step: the next carry, and the pre-activations that it used by slot.
 
+    Args:
+      cell: the cell.
+      product: (slot, x, dtype) -> U x, as ``cell.product`` of its weights.
+      z_t, carry, fresh, carry_fns, stream_t: as the driver has them at one time.
+
     Raises:
       TypeError: if ``update`` asks for one slot twice.
     """
     pre: dict[str, jax.Array] = {}
-    added = pre_activations(functools.partial(cell.product, weights), z_t, cell.separate)
+    added = pre_activations(product, z_t, cell.separate)
 
-    def product(slot: str, x: jax.Array) -> jax.Array:
+    def recorded(slot: str, x: jax.Array) -> jax.Array:
         if slot in pre:
             raise TypeError(f"{type(cell).__name__}.update uses the product {slot!r} twice.")
         pre[slot] = added(slot, x)
         return pre[slot]
 
-    carry = advance(lambda c: cell.update(c, z_t, product), carry, fresh, carry_fns, stream_t)
+    carry = advance(lambda c: cell.update(c, z_t, recorded), carry, fresh, carry_fns, stream_t)
     return carry, pre
+
+
+def step_gradients(
+    cell: Cell,
+    weights: Params,
+    product: Callable[[str, jax.Array, Any], jax.Array],
+    dtype: Any,
+    prev: Carry,
+    fresh: Carry,
+    pre_t: Slots,
+    apart_t: Slots,
+    carry_fns: CarryFns,
+    stream_t: Stream,
+    d_new: Carry,
+    *,
+    skip: bool,
+) -> tuple[Carry, Carry, Slots, Slots]:
+    """The cotangents of what a step read, from that of the carry that it made.
+
+    The step is replayed from its pre-activations; of the recurrent products only the derivative
+    is computed.
+
+    Args:
+      cell: the cell.
+      weights: of the recurrent products.
+      product: (slot, x, dtype) -> U x, of the same weights.
+      dtype: of the products.
+      prev, fresh, carry_fns, stream_t: as the driver had them.
+      pre_t, apart_t: the pre-activations by slot, and the projections that were read apart.
+      d_new: cotangent of the next carry.
+      skip: whether to leave out even that at run time, where the whole batch is detached from
+        what the products read.
+
+    Returns:
+      Cotangents of (prev, fresh, pre_t, apart_t).
+    """
+    direct: dict[str, int] = {}  # slot -> the leaf of the carry that its product reads
+
+    def update(read: Carry, pre_t: Slots, apart_t: Slots) -> Carry:
+        def replayed(slot: str, x: jax.Array) -> jax.Array:
+            for index, leaf in enumerate(jax.tree.leaves(read)):
+                if leaf is x:
+                    direct[slot] = index
+                    return pre_t[slot]
+            return known(cell, dtype, weights, pre_t[slot], slot, x)
+
+        return cell.update(read, apart_t, replayed)
+
+    def step(prev: Carry, fresh: Carry, pre_t: Slots, apart_t: Slots) -> Carry:
+        return advance(lambda read: update(read, pre_t, apart_t), prev, fresh, carry_fns, stream_t)
+
+    _, pullback = jax.vjp(step, prev, fresh, pre_t, apart_t)
+    d_prev, d_fresh, d_pre, d_apart = pullback(d_new)
+    if not direct:
+        return d_prev, d_fresh, d_pre, d_apart
+
+    # What the products read from the carry itself, all of them at once.
+    def read_by_products(prev: Carry, fresh: Carry) -> list[jax.Array]:
+        carry = select(stream_t.resets, fresh, prev)
+        return jax.tree.leaves(apply_before(carry_fns, stream_t.noise, carry))
+
+    def d_products(d_pre: Slots) -> list[jax.Array]:
+        def products(read: list[jax.Array]) -> Slots:
+            return {slot: product(slot, read[index], dtype) for slot, index in direct.items()}
+
+        _, pullback = jax.vjp(products, jax.tree.leaves(prev))
+        return pullback({slot: d_pre[slot] for slot in direct})[0]
+
+    matrices = any(leaf.ndim > 1 and leaf.shape[0] > 1 for leaf in jax.tree.leaves(weights))
+    none_due = detached(carry_fns, stream_t, prev, set(direct.values())) if skip else None
+    if none_due is None or not matrices:
+        d_read = d_products(d_pre)
+    else:  # h-detach: no gradient passes
+        d_read = jax.lax.cond(
+            none_due,
+            lambda _: [jnp.zeros_like(a) for a in jax.tree.leaves(prev)],
+            d_products,
+            d_pre,
+        )
+    _, pullback = jax.vjp(read_by_products, prev, fresh)
+    d_prev_read, d_fresh_read = pullback(d_read)
+    return add(d_prev, d_prev_read), add(d_fresh, d_fresh_read), d_pre, d_apart
 
 
 def gradients(

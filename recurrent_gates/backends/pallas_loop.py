@@ -199,9 +199,12 @@ def _call(
             return carry
 
         state = jax.tree.map(lambda ref: ref[...], last_ref)
-        state = jax.lax.fori_loop(0, count // ahead, lambda n, c: run(n * ahead, c, ahead), state)
-        if ahead > 1:
-            state = run(steps // ahead * ahead, state, steps % ahead)
+        if ahead == 1:
+            state = jax.lax.fori_loop(0, count, lambda n, c: run(n, c, 1), state)
+        else:  # all steps are in one block
+            whole, rest = divmod(steps, ahead)
+            state = jax.lax.fori_loop(0, whole, lambda n, c: run(n * ahead, c, ahead), state)
+            state = run(whole * ahead, state, rest)
         jax.tree.map(_set, last_ref, state)
 
     shared = jax.tree.map(lambda a: a if a.ndim == 2 else a.reshape(1), shared)

@@ -38,7 +38,7 @@ test-gpu: $(VENV)/installed
 # The executables are for a GPU; the process runs on the CPU.
 test-cuda: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable '.[cuda]'
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -rP $(PYTEST_FLAGS) tests/cuda
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -rP --numprocesses=auto tests/cuda
 
 # The executables are for TPUs; the process runs on the CPU.
 test-tpu: $(VENV)/installed

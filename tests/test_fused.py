@@ -16,6 +16,7 @@ import pytest
 
 import recurrent_gates as rg
 from recurrent_gates.backends import fused, products, two_layer
+from recurrent_gates.cells import HiddenState
 from recurrent_gates.scan import Request, Settings, Stream
 from tests.support import array, assert_close, parameters, quick_jit, state
 from tests.test_carry import Scale
@@ -252,7 +253,9 @@ def outgrow_the_cache(monkeypatch, chunk):
 
 def test_fused_is_the_scan(row, monkeypatch):
     outgrow_the_cache(monkeypatch, row["chunk"])
-    monkeypatch.setattr(products, "merges", lambda: row["products"] == "merged")
+    if row["products"] == "merged":  # as on a GPU
+        monkeypatch.setattr(products, "merges", lambda: True)
+        monkeypatch.setattr(fused, "_skips", lambda: False)
     cell = build(row["family"], row["gate"])
     compare(
         cell,
@@ -362,10 +365,50 @@ def gradient_program(cell):
 def test_products_of_one_vector_are_one(family, groups, monkeypatch):
     monkeypatch.setattr(products, "merges", lambda: True)
     cell = build(family)
-    params, z = parameters(cell, INPUTS), cell.project(parameters(cell, INPUTS), array(8, 1, 2))
-    weights = cell.recurrent_weights(params)
-    merged = products.merged_products(cell, weights, cell.initial(()), cell.loop_input(z), None)
+    params = parameters(cell, INPUTS)
+    z = cell.loop_input(cell.project(params, array(8, 1, INPUTS)))
+    inputs = cell.recurrent_weights(params), cell.initial(()), z, jnp.float64
+    merged = products.merged_products(cell, *inputs)
     assert [set(group.slots) for group in merged] == groups
+
+
+@pytest.mark.parametrize(("merges", "wanted"), [(False, 4 * (2 + 3)), (True, 4 * 2 + 2 + 4)])
+def test_merged_products_are_one_in_each_direction(merges, wanted, monkeypatch):
+    """Four slots; products of x and their gradients; of h, forward, backward and the weights'."""
+    monkeypatch.setattr(products, "merges", lambda: merges)
+    assert gradient_program(build("lstm")).count("dot_general") == wanted + 4
+
+
+class Halves(rg.SlotCell):
+    """A leaky unit, whose candidate is gated by what the input alone says, in a slot twice as
+    wide as its recurrent product."""
+
+    @property
+    def slots(self):
+        return {"f": self.features, "u": self.features}
+
+    @property
+    def input_slots(self):
+        return {"f": self.features, "u": 2 * self.features}
+
+    @property
+    def separate(self):
+        return ("u",)
+
+    def initial(self, batch_shape):
+        return HiddenState(self.zeros(batch_shape))
+
+    def update(self, carry, z_t, product):
+        f = jax.nn.sigmoid(product("f", carry.h))
+        a, b = jnp.split(z_t["u"], 2, axis=-1)
+        return HiddenState(
+            f * carry.h + (1 - f) * jnp.tanh(a + jax.nn.sigmoid(b) * product("u", carry.h))
+        )
+
+
+def test_slots_that_are_read_apart_are_projections(monkeypatch):
+    monkeypatch.setattr(products, "merges", lambda: True)
+    compare(Halves(FEATURES, param_dtype=jnp.float64), {})
 
 
 @pytest.mark.parametrize("make", [rg.LSTM, Sine])

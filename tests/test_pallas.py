@@ -192,20 +192,30 @@ def test_the_blocks_of_units_of_a_gpu(name, reverse, as_on_a_gpu, monkeypatch):
 
 
 @dataclasses.dataclass(frozen=True)
-class Halves(rg.SlotMap):
-    """A decay and a candidate from one slot of twice the width."""
-
-    def slots(self, units):
-        return {"both": 2 * units}
+class Places(rg.GatedDecay):
+    """Decays at a rate by the unit's place."""
 
     def combine(self, params, r, product):
-        gate, candidate = jnp.split(product("both", r), 2, axis=-1)
-        return 0.7 * jax.nn.sigmoid(gate) * r + jnp.tanh(candidate)
+        count = r.shape[-1]
+        rate = 0.9 * (1 + jax.lax.broadcasted_iota(r.dtype, r.shape, r.ndim - 1)) / count
+        return rate * jax.nn.sigmoid(product("gate", r)) * r + jnp.tanh(product("candidate", r))
 
 
-def test_slots_wider_than_the_units_stay_in_one_block_on_a_gpu(as_on_a_gpu, monkeypatch):
+@struct.dataclass
+class Normalised(rg.Damp):
+    """Keeps carries of length 1."""
+
+    def after(self, noise_t, prev, new):
+        field = new.s
+        return new._replace(s=field / (1 + jnp.sum(field**2, axis=-1, keepdims=True)))
+
+
+@pytest.mark.parametrize("what", ["map", "carry function"])
+def test_units_that_are_not_alike_stay_in_one_program_on_a_gpu(what, as_on_a_gpu, monkeypatch):
     monkeypatch.setattr(pallas_loop, "GPU_UNITS", 1)
-    compare(rg.GATO(FEATURES, f=Halves(), g=rg.OneLayer(), **F64))
+    f = Places() if what == "map" else rg.GatedDecay()
+    how = {} if what == "map" else dict(carry_fns=[Normalised(0.3, field="s")])
+    compare(rg.GATO(FEATURES, f=f, g=rg.OneLayer(), **F64), **how)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -315,8 +325,9 @@ def test_sums_over_features_are_products_in_a_kernel():
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")  # jax 0.12
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("steps", [9, 33])  # of which a TPU takes 32 at a time
 @pytest.mark.parametrize("name", ["lstm", "or_gru", "gato2"])
-def test_kernels_lower(platform, name, x32):
+def test_kernels_lower(platform, name, steps, x32):
     """To Triton and to Mosaic: a training step with h-detach, in the widths that they take."""
     cell = rg.CELLS[name](128)
     field = "r" if name == "gato2" else "h"
@@ -326,7 +337,8 @@ def test_kernels_lower(platform, name, x32):
         fns = (rg.Detach(0.5, field=field),)
         return rg.unroll(cell, params, xs, carry_fns=fns, noise=(draws,), backend="pallas")[1].sum()
 
-    shapes = (jax.ShapeDtypeStruct((9, 16, 4), jnp.float32), jax.ShapeDtypeStruct((9,), bool))
+    xs = jax.ShapeDtypeStruct((steps, 16, 4), jnp.float32)
+    shapes = xs, jax.ShapeDtypeStruct((steps,), bool)
     gpu = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
     where = AbstractMesh((), (), abstract_device=gpu if platform == "cuda" else None)
     with use_abstract_mesh(where):

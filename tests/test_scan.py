@@ -3,6 +3,7 @@ by hypothesis."""
 
 import functools
 import logging
+import re
 from typing import Any
 
 import chex
@@ -355,6 +356,16 @@ def test_all_carries(name, backend, reverse, remat):
     assert_close(
         jax.tree.map(lambda leaf: leaf[2], carries), one_step(cell, params, before, xs[2])[0]
     )
+
+
+@pytest.mark.parametrize("backend", ["scan", "fused"])
+@pytest.mark.parametrize(("platform", "wanted"), [("cpu", 1), ("gpu", 8)])
+def test_the_steps_of_an_iteration_by_default(backend, platform, wanted, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    cell = rg.LSTM(4)
+    params, xs = cell.init_params(jax.random.key(0), 3), jnp.ones((20, 2, 3), jnp.float32)
+    program = jax.make_jaxpr(lambda xs: rg.unroll(cell, params, xs, backend=backend)[1])
+    assert set(re.findall(r"unroll=(\d+)", str(program(xs)))) == {str(wanted)}
 
 
 @each_backend

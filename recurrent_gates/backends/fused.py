@@ -248,7 +248,7 @@ def _replay(
     cell = settings.cell
 
     def step(prev: Carry, z_t: Slots, stream_t: Stream) -> Slots:
-        product = step_product(cell, weights, ())
+        product = functools.partial(cell.product, weights)
         return recorded_step(cell, product, z_t, prev, fresh, carry_fns, stream_t)[1]
 
     return jax.vmap(step)(shifted(carry, carries, settings.reverse), z, stream)
@@ -261,7 +261,7 @@ def _backward(
     weights, carry, fresh, carry_fns, stream, carries, pre, apart, _ = loop
     cell, dtype, reverse = settings.cell, loop.dtype, settings.reverse
     d_last, d_carries = cotangents
-    merged = merged_products(cell, weights, carry, {**apart, **pre}, dtype)
+    merged = merged_products(cell, weights, carry, apart, dtype)
     steps = jax.tree.leaves(carries)[0].shape[0]
     first, towards_first = (steps - 1, 1) if reverse else (0, -1)
 

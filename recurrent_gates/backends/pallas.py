@@ -38,7 +38,8 @@ from recurrent_gates.backends.pallas_gato import (
 )
 from recurrent_gates.backends.pallas_recurrence import recurrence, resident
 from recurrent_gates.base import Carry, Cell, Params, Product, Slots
-from recurrent_gates.carry import CarryFn, Zoneout, get_field, set_field
+from recurrent_gates.carry import CarryFn, Damp, Detach, Zoneout, get_field, set_field
+from recurrent_gates.gato import GATO, GatedDecay
 from recurrent_gates.scan import Request, Segment, Settings, Stream, masked_output
 
 # Bytes of recurrent weights that a kernel keeps beside all else: in VMEM, in one SM's registers.
@@ -141,7 +142,7 @@ def segment(
     weights = cell.recurrent_weights(params)
     if not cell.accumulated:
         inputs = (weights, cell.loop_input(z), carry, fresh, carry_fns, stream)
-        last, carries = recurrence(settings, *inputs)
+        last, carries = recurrence(settings, False, *inputs)
     else:
         last, carries = _accumulating(settings, params, xs, z, carry, fresh, carry_fns, stream)
     ys = masked_output(stream.valid, cell.emit(params, carries, z))
@@ -187,10 +188,6 @@ class _Sum(Cell):
     whole: Cell
 
     @property
-    def diagonal(self) -> bool:
-        return self.whole.diagonal
-
-    @property
     def separate(self) -> tuple[str, ...]:
         return self.whole.accumulated
 
@@ -198,6 +195,19 @@ class _Sum(Cell):
     def update(self, carry: Carry, z_t: Slots, product: Product) -> Carry:
         del product
         return sum_step(self.whole, carry, dict(z_t))
+
+
+def _units_alike(cell: Cell, carry_fns: CarryFns) -> tuple[bool, bool]:
+    """Whether units are independent and alike in the step, and in the sums.
+
+    More than ``diagonal`` says, by which a map may yet use a unit's place; so of our own alone.
+    """
+    own_fns = all(type(fn) in (Damp, Detach, Zoneout) for fn in carry_fns)
+    if not isinstance(cell, GATO) or not own_fns:
+        return False, False
+    own = type(cell)
+    step = (own.update, own.product) == (GATO.update, GATO.product) and type(cell.f) is GatedDecay
+    return step, (own.accumulate, own.bounded) == (GATO.accumulate, GATO.bounded)
 
 
 def _accumulating(
@@ -214,8 +224,10 @@ def _accumulating(
     cell, reverse = settings.cell, settings.reverse
     loop_fns, loop_stream = part(cell, carry_fns, stream, accumulated=False)
     sum_fns, sum_stream = part(cell, carry_fns, stream, accumulated=True)
+    step_alike, sum_alike = _units_alike(cell, carry_fns)
     last, looped = recurrence(
         settings,
+        step_alike,
         cell.recurrent_weights(params),
         cell.loop_input(z),
         without(cell, carry),
@@ -230,6 +242,7 @@ def _accumulating(
         added = cell.increment(params, before, z)
     last_sum, sums = recurrence(
         settings._replace(cell=_Sum(cell)),
+        sum_alike,
         {},
         added,
         only(cell, carry),

@@ -2,8 +2,8 @@
 
 The kernel runs in three ways. On a TPU (Mosaic) time is the inner, sequential axis of the grid:
 blocks of steps stream through VMEM while the state and everything shared stay there. On a GPU
-(Triton) one program owns a few rows of the batch and walks through all steps. On a CPU Pallas
-interprets the TPU's kernel, slowly and exactly.
+(Triton) one program owns a few rows of the batch, of some units where these are independent, and
+walks through all steps. On a CPU Pallas interprets the TPU's kernel, slowly and exactly.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ def on_platform(kernel_call: Callable[..., Any], *args: Any) -> Any:
     return jax.lax.platform_dependent(*args, **ways)
 
 
-def compiler_params(platform: str, axes: int, *, state: bool, held: int = 0) -> Any:
+def compiler_params(platform: str, axes: int, *, state: bool, held: int | None = None) -> Any:
     """What each compiler is told.
 
     Args:
       platform: of the kernel.
       axes: of its grid.
       state: whether the last of them carries state, on a TPU.
-      held: bytes of weights that a program holds all the time, on a GPU.
+      held: bytes of weights that a program of a loop over time holds, on a GPU.
     """
     if platform == "tpu":
         last = pltpu.ARBITRARY if state else pltpu.PARALLEL
         semantics = (*[pltpu.PARALLEL] * (axes - 1), last)
         return pltpu.CompilerParams(dimension_semantics=semantics)
-    if platform == "cuda":
-        # More threads where the weights would fill the registers of four warps. No pipeline: no
+    if platform == "cuda" and held is not None:
+        # More threads where the weights would take half of four warps' registers. No pipeline: no
         # load of a step feeds a product, and its buffers would take the weights' room on the chip.
         return pltriton.CompilerParams(num_warps=8 if held >= 2**16 else 4, num_stages=1)
-    return None
+    return pltriton.CompilerParams() if platform == "cuda" else None
 
 
 def time_loop(
@@ -87,7 +87,8 @@ def time_loop(
       carry: the state; arrays ``[B, width]``.
       xs: inputs by step; arrays ``[T, B, width]``, and scalars by step ``[T]``.
       reverse: run t from T - 1 to 0.
-      elementwise: whether body treats the units, columns, independently, too.
+      elementwise: whether body treats the columns independently and alike, too; all that it
+        returns then has as many as the carry, and all that it reads as many or one.
 
     Returns:
       (carry, ys), ys ``[T, B, width]`` with every y at the t of its x.
@@ -140,11 +141,10 @@ def _call(
     out = (jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), carry), ys)
 
     width = jax.tree.leaves(carry)[0].shape[1]
-    widths = {a.shape[-1] for a in jax.tree.leaves((shared, rows, carry, xs, ys)) if a.ndim > 1}
     units, ahead = width, 1
     if platform == "cuda":
         block, chunk = _gpu_rows(shared), steps
-        if elementwise and widths <= {1, width}:
+        if elementwise:
             units, ahead = math.gcd(width, GPU_UNITS), GPU_AHEAD
     else:
         block, chunk = _tpu_blocks(shared, (rows, carry, carry), (xs, ys), batch, steps)
@@ -185,6 +185,8 @@ def _call(
         rows_ = jax.tree.map(lambda ref: ref[...], rows_ref)
         count = chunk if steps % chunk == 0 else jnp.minimum(chunk, steps - i * chunk)
 
+        ready = in_kernel(body)
+
         def load(t: Any) -> Any:
             return jax.tree.map(
                 lambda ref: ref[t] if len(ref.shape) == 3 else ref[i * chunk + t], xs_ref
@@ -194,7 +196,7 @@ def _call(
             """Some steps from the n-th on; all their loads come before the first store."""
             times = [count - 1 - n - k if reverse else n + k for k in range(some)]
             for t, x_t in [(t, load(t)) for t in times]:
-                carry, y_t = in_kernel(body)(shared_, rows_, carry, x_t)
+                carry, y_t = ready(shared_, rows_, carry, x_t)
                 jax.tree.map(functools.partial(_store, t), ys_ref, y_t)
             return carry
 
@@ -216,7 +218,8 @@ def _call(
         jax.tree.map(by_time, xs),
     )
     structure = jax.tree.structure((ins, out))
-    held = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(shared) if a.ndim == 2)
+    matrices = [a for a in jax.tree.leaves(shared) if a.ndim == 2]
+    held = sum(a.shape[0] * wide(a) * a.dtype.itemsize for a in matrices)
     results = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(batch, block), width // units, chunks),

@@ -22,9 +22,10 @@ from recurrent_gates.base import Carry, Cell, Params, SlotCell, Slots
 from recurrent_gates.scan import Settings, Stream
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def recurrence(
     settings: Settings,
+    elementwise: bool,
     weights: Params,
     z: Slots,
     carry: Carry,
@@ -36,18 +37,22 @@ def recurrence(
 
     Args:
       settings: the cell, and which way time runs.
+      elementwise: whether the units are independent and alike, carry functions included.
       weights: of the recurrent products, ``cell.recurrent_weights``; ``[F, width]``, or
         ``[width]`` where units do not interact.
       z: projections by slot, ``[T, B, width]``.
       carry, fresh: leaves ``[B, F]``.
       carry_fns, stream: as the driver has them; masks ``[T]``, ``[T, B, 1]`` or ``[T, B, F]``.
     """
-    (last, carries), _ = _forward(settings, weights, z, carry, fresh, carry_fns, stream)
+    (last, carries), _ = _forward(
+        settings, elementwise, weights, z, carry, fresh, carry_fns, stream
+    )
     return last, carries
 
 
 def _forward(
     settings: Settings,
+    elementwise: bool,
     weights: Params,
     z: Slots,
     carry: Carry,
@@ -67,13 +72,15 @@ def _forward(
 
     shared = (resident(cell, weights, dtype), carry_fns)
     rows = None if stream.resets is None else fresh
-    how: Any = dict(reverse=settings.reverse, elementwise=cell.diagonal)
+    how: Any = dict(reverse=settings.reverse, elementwise=elementwise)
     last, (carries, pre) = time_loop(body, shared, rows, carry, (z, stream), **how)
     inputs = (weights, z, carry, fresh, carry_fns, stream)
     return (last, carries), residuals(cell, *inputs, carries, pre)
 
 
-def _backward(settings: Settings, saved: Residuals, cotangents: tuple[Carry, Carry]) -> tuple:
+def _backward(
+    settings: Settings, elementwise: bool, saved: Residuals, cotangents: tuple[Carry, Carry]
+) -> tuple:
     weights, carry, fresh, carry_fns, stream, carries, pre, apart, _ = saved
     cell, dtype, reverse = settings.cell, saved.dtype, settings.reverse
     d_last, d_carries = cotangents
@@ -110,7 +117,7 @@ def _backward(settings: Settings, saved: Residuals, cotangents: tuple[Carry, Car
         (d_last, d_rows),
         (before, pre, apart, stream, d_carries),
         reverse=not reverse,
-        elementwise=cell.diagonal,
+        elementwise=elementwise,
     )
     d_fresh = zeros if d_rows is None else d_rows
 

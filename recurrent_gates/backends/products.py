@@ -108,7 +108,7 @@ def merged_products(
       cell: the cell.
       weights: of the recurrent products.
       carry: the carry, leaves ``[*batch, F]``.
-      z: projections or pre-activations by slot, ``[T, *batch, width]``.
+      z: projections by slot, ``[T, *batch, width]``, those of ``separate`` at least.
       dtype: of the products.
     """
     if not merges() or type(cell).product is not SlotCell.product:

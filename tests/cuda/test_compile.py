@@ -119,14 +119,15 @@ def test_backends_compile(backend, name):
     print(f"{backend:8} {name:16} {temporary_bytes(executable) / 1e6:8.1f} MB")
 
 
-# The widest that a kernel takes, in each dtype: the weights fill what an SM holds.
+# The widest of their families that a kernel takes: the weights fill what an SM holds.
 KERNELS = {
     "lstm": (rg.LSTM(64), jnp.float32),
     "lstm bfloat16": (rg.LSTM(128, **BF16), jnp.bfloat16),
     "gru": (rg.GRU(64), jnp.float32),
     "gru bfloat16": (rg.GRU(128, **BF16), jnp.bfloat16),
     "gru before": (rg.GRU(64, reset="before"), jnp.float32),
-    "janet": (rg.JANET(64), jnp.float32),
+    "janet": (rg.JANET(128), jnp.float32),
+    "rnn bfloat16": (rg.Elman(256, **BF16), jnp.bfloat16),
     **{
         name: (rg.CELLS[name](64), jnp.float32)
         for name in ("ur_lstm", "o_lstm", "or_gru", "om_lstm", "um_janet")
@@ -181,7 +182,7 @@ def test_a_step_of_fused_launches_little(name, detach):
     loops = launches(executable)
     assert [trips for trips, _ in loops] == [steps / 8] * 2
     for _, count in loops:
-        assert count / 8 <= 4
+        assert 2 <= count / 8 <= 4
     print(f"fused    {name:16} {[count / 8 for _, count in loops]} launches a step")
 
 

@@ -180,8 +180,9 @@ def test_the_blocks_of_a_gpu(name, as_on_a_gpu):
     )
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("name", ["gato1", "gato2", "replace"])
+@pytest.mark.parametrize(
+    ("name", "reverse"), [("gato1", False), ("gato2", True), ("replace", False)]
+)
 def test_the_blocks_of_units_of_a_gpu(name, reverse, as_on_a_gpu, monkeypatch):
     monkeypatch.setattr(pallas_loop, "GPU_UNITS", 1)  # 2 units: two programs for a row
     monkeypatch.setattr(pallas_loop, "GPU_AHEAD", 2)  # 5 steps: two pairs and a rest

@@ -13,7 +13,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import jax.numpy as jnp
 import pytest
-from jax._src import xla_bridge
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 from jaxlib import xla_client
@@ -59,7 +58,7 @@ def on_gpu(monkeypatch):
 
 @functools.cache
 def device():
-    xla_bridge._discover_and_register_pjrt_plugins()
+    jax.devices()  # finds the plugins
     if not xla_client.pjrt_plugin_initialized("cuda"):
         xla_client.initialize_pjrt_plugin("cuda")
     described = dict(topology="1x1x1", target_config=H100)

@@ -385,7 +385,7 @@ print("equal")
 
 def test_masks_are_the_same_on_one_and_on_eight_devices():
     """The draws bit for bit; the loss and its gradient up to the order of float32 sums over 16."""
-    flags = "--xla_force_host_platform_device_count=8"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-c", EIGHT_DEVICES],
         capture_output=True,

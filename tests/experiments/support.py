@@ -59,8 +59,8 @@ def command(*flags):
 
 def environment(devices=1):
     """The environment of a process that sees so many CPU devices."""
-    count = f"--xla_force_host_platform_device_count={devices}"
-    own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": count, "JAX_COMPILATION_CACHE_DIR": COMPILED}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+    own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_COMPILATION_CACHE_DIR": COMPILED}
     return os.environ | own
 
 

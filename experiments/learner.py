@@ -1,9 +1,9 @@
 """The pure part of training: initial state, update and evaluation, of all lanes, on all devices.
 
-A lane is one seed with one learning rate. Several lanes are one ``vmap``; a single lane has
-none. The batch is split over the devices there are, lanes stay whole: every device holds all
-parameters, draws the whole batch and its noise, keeps its rows of both and adds its gradients
-to those of the others.
+A lane is one seed with one learning rate. Several lanes are one ``vmap``, on a CPU a loop; a
+single lane has neither. The batch is split over the devices there are, lanes stay whole: every
+device holds all parameters, draws the whole batch and its noise, keeps its rows of both and adds
+its gradients to those of the others.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ Scores = dict[str, jax.Array]
 Pause = Callable[[], None]
 
 _AXIS = "batch"
+_LANE_AFTER_LANE = ("cpu",)  # platforms that one lane keeps busy
 _EVALUATION_ROWS = 256  # most examples that a device evaluates at a time, and
 _EVALUATION_STEPS = 2**18  # most of their steps together: bounds the memory and the time to stop
 
@@ -178,13 +179,24 @@ class Learner:
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
     def _over_lanes(self, function: Callable[..., Any], shared: int = 0) -> Callable[..., Any]:
-        """vmap over all arguments but the last ``shared``; nothing for a single lane."""
+        """Maps over all arguments but the last ``shared``; nothing for a single lane.
+
+        Where lanes would not run at the same time, one after the other is faster than vmap: it
+        takes less memory, and a conditional stays one.
+        """
         if not self._several:
             return function
 
         def mapped(*arguments: Any) -> Any:
-            axes = [0] * (len(arguments) - shared) + [None] * shared
-            return jax.vmap(function, in_axes=axes)(*arguments)
+            count = len(arguments) - shared
+            own, common = arguments[:count], arguments[count:]
+
+            def one_lane(own: tuple[Any, ...]) -> Any:
+                return function(*own, *common)
+
+            if self._mesh.devices.flat[0].platform in _LANE_AFTER_LANE:
+                return jax.lax.map(one_lane, own)
+            return jax.vmap(one_lane)(own)
 
         return mapped
 
@@ -255,15 +267,19 @@ class Learner:
     def _advance(
         self, state: State, lanes: Lane, data: Any, start: jax.Array, stop: jax.Array
     ) -> State:
-        update = self._over_lanes(self._update, shared=2)
-        return jax.lax.fori_loop(
-            start, stop, lambda step, state: update(state, lanes, data, step), state
-        )
+        return self._over_lanes(self._steps, shared=3)(state, lanes, data, start, stop)
 
     def _advance_arguments(self, state: State, start: int, stop: int) -> tuple[Any, ...]:
         lanes = self._stack(self._lane_list)
         placed = self.place((lanes, jnp.int32(start), jnp.int32(stop)))
         return (state, placed[0], self._data, *placed[1:])
+
+    def _steps(
+        self, state: State, lane: Lane, data: Any, start: jax.Array, stop: jax.Array
+    ) -> State:
+        return jax.lax.fori_loop(
+            start, stop, lambda step, state: self._update(state, lane, data, step), state
+        )
 
     def _update(self, state: State, lane: Lane, data: Any, step: jax.Array) -> State:
         training = self._config.training

@@ -124,7 +124,9 @@ def test_training_loss_is_the_mean_since_the_last_evaluation(tmp_path):
     np.testing.assert_allclose(means, np.reshape(losses, (2, 2)).mean(axis=1), rtol=1e-6)
 
 
-def test_lanes_equal_single_runs():
+@pytest.mark.parametrize("one_by_one", [(), ("cpu",)], ids=["vmap", "loop"])
+def test_lanes_equal_single_runs(one_by_one, monkeypatch):
+    monkeypatch.setattr("experiments.learner._LANE_AFTER_LANE", one_by_one)
     lanes = after(3, seeds=2, learning_rates=(1e-2, 3e-3))
     for lane, seed, rate in ((0, 0, 1e-2), (3, 1, 3e-3)):
         single = after(3, seed=seed, learning_rates=(rate,))
@@ -137,7 +139,8 @@ def test_a_lane_alone_starts_with_the_same_bits():
     jax.tree.map(lambda many, one: np.testing.assert_array_equal(many[1], one), lanes, single)
 
 
-def test_a_diverged_lane_stops_no_other(tmp_path, capsys):
+def test_a_diverged_lane_stops_no_other(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("experiments.learner._LANE_AFTER_LANE", ())  # a loop is no test of it
     bad, good = tmp_path / "bad", tmp_path / "good"
     summary = train.run(tiny(learning_rates=(1e-3, 1e30), steps=6), bad)
     train.run(tiny(learning_rates=(1e-3, 2e-3), steps=6), good)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,9 @@ class Entry(NamedTuple):
       config: of the run.
       rate: the learning rate.
       rows: its evaluations.
-      values: the result of each seed, None for one that diverged.
+      watched: the set that these are on: ``"held_out"`` or ``"validation"``.
+      finished: whether the values are the run's results, or those of its last evaluation.
+      values: of each seed, None for one that diverged.
       parameters: of the recurrent layer.
       seconds: of training, all learning rates together.
     """
@@ -35,6 +37,8 @@ class Entry(NamedTuple):
     config: Config
     rate: float
     rows: list[dict[str, Any]]
+    watched: str
+    finished: bool
     values: list[float | None]
     parameters: int
     seconds: float
@@ -82,6 +86,7 @@ def run(workdirs: Sequence[Path], style: str, figure: Path) -> str:
     study_figures.learning_curves(
         [_curve(entry, metric, label) for entry, label in zip(entries, labels, strict=True)],
         metric,
+        entries[0].watched.replace("held_out", "held-out"),
         style,
         title,
         figure,
@@ -102,28 +107,26 @@ def read(workdir: Path) -> list[Entry]:
     if not rows:
         raise UserError(f"the run in {workdir} has no evaluation yet.")
     metric = config.task.metrics[0].name
+    watched = next(name for name, value in rows[-1].items() if isinstance(value, dict))
     summary = work.read_json("summary.json")
     if summary is None:
-        values = _held_out(rows[-1])[metric]
+        values = rows[-1][watched][metric]
         parameters = train.describe(config)["recurrent_parameters"]
     else:
         values = [lane["value"] for lane in summary["metrics"][metric]["per_run"]]
         parameters = summary["recurrent_parameters"]
     seconds = sum(row["seconds"] for row in read_rows(work.timing))
     entries = [
-        Entry(workdir, config, rate, rows, values, parameters, seconds)
+        Entry(
+            workdir, config, rate, rows, watched, summary is not None, values, parameters, seconds
+        )
         for rate in config.training.learning_rates
     ]
     return [entry._replace(values=values[entry.lanes]) for entry in entries]
 
 
-def _held_out(row: Mapping[str, Any]) -> dict[str, list[float | None]]:
-    """The scores in a row, of whichever set they are."""
-    return next(value for value in row.values() if isinstance(value, dict))
-
-
 def _curve(entry: Entry, metric: Metric, label: str) -> Curve:
-    values = [_held_out(row)[metric.name][entry.lanes] for row in entry.rows]
+    values = [row[entry.watched][metric.name][entry.lanes] for row in entry.rows]
     star = "*" * entry.values.count(None)
     x = np.array([row["examples"] for row in entry.rows])
     return Curve(label + star, x, np.array(values, float))
@@ -167,13 +170,15 @@ def markdown(entries: Sequence[Entry], metric: Metric) -> str:
     rows = []
     for name, entry in zip(_names(entries), entries, strict=True):
         step = entry.rows[-1]["step"]
+        at = f" at step {step}" if step < entry.config.training.steps else ""
+        if not entry.finished and entry.watched == "validation":  # finished ones are tested
+            at += " (validation)"
         rows.append(
             [
                 name,
                 entry.config.protocol,
                 f"{entry.parameters:,}",
-                statistics(entry.values, metric)
-                + (f" at step {step}" if step < entry.config.training.steps else ""),
+                statistics(entry.values, metric) + at,
                 f"{entry.seconds:.0f}",
             ]
         )

@@ -194,6 +194,8 @@ class Config:
                 raise UserError(f"A learning rate must be a positive number, got {rate:g}.")
         if not training.learning_rates:
             raise UserError("--learning_rates must name at least one rate.")
+        if len(set(training.learning_rates)) < len(training.learning_rates):
+            raise UserError("--learning_rates must name each rate once.")
         if not (training.clip_norm >= 0 and math.isfinite(training.clip_norm)):
             raise UserError(f"--clip_norm must be at least 0, got {training.clip_norm:g}.")
         for name in ("detach_prob", "damp_prob", "zoneout_c", "zoneout_h"):
@@ -203,10 +205,19 @@ class Config:
         if self.schedule_needs_length and carry.detach_off_steps >= training.steps:
             raise UserError(
                 f"--detach_off_steps={carry.detach_off_steps} leaves no step of "
-                f"{training.steps} to detach in."
+                f"{training.steps} to detach in; --detach_off_steps=0 detaches in all of them."
             )
         if not 0 <= self.model.dropout < 1:
             raise UserError(f"--dropout is a probability below 1, got {self.model.dropout:g}.")
+        if self.model.dropout and not self.model.decoder:
+            raise UserError(
+                "--dropout acts on the decoder's hidden layers, of which this protocol has none."
+            )
+        if getattr(self.task, "inputs", None) == "embed" and self.model.embedding < 1:
+            raise UserError(
+                "--inputs=embed: this protocol has no width for an embedding; "
+                "--inputs is one_hot or scalar with it."
+            )
         backends = [backend.value for backend in rg.Backend]
         if self.model.backend not in backends:
             raise UserError(f"--backend is one of {', '.join(backends)}, got {self.model.backend}.")

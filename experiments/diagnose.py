@@ -81,6 +81,8 @@ def begin(task: str, given: dict[str, Any]) -> None:
             diagnosis.refine_gate(given, out)
         else:
             diagnosis.diagnose_cell(cell, given, _reading(given), out)
+    except OSError as error:
+        raise UserError(f"cannot write to --out_dir {out}: {error.strerror}.") from None
     except KeyboardInterrupt:
         print("experiments.diagnose: interrupted.", file=sys.stderr)
         sys.exit(130)

@@ -13,7 +13,18 @@ import numpy as np
 from experiments import analysis_figures as figures
 from experiments.analysis_figures import shown, verdict
 from experiments.config import UserError
-from recurrent_gates import GATO, GRU, LSTM, Cell, Elman, analysis, desiderata, gate_theory
+from recurrent_gates import (
+    GATO,
+    GRU,
+    LSTM,
+    Cell,
+    Elman,
+    FlaxCell,
+    analysis,
+    desiderata,
+    gate_theory,
+    unroll,
+)
 
 _TIMESCALE_DRAWS = 40
 _GATE_BATCH = 16
@@ -50,7 +61,8 @@ def diagnose_cell(cell: Cell, given: Mapping[str, Any], how: Mapping[str, Any], 
     params = [cell.init_params(k, D) for k in jax.random.split(key, draws)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
     xs = jax.random.normal(jax.random.fold_in(key, 2), (draws, T, _GATE_BATCH, D))
-    title = f"{given['cell']}  ·  {given['hidden_size']} units  ·  {draws} draws of parameters"
+    y = jax.eval_shape(lambda p, x: unroll(cell, p, x)[1], params[0], xs[0, :, 0])
+    title = f"{given['cell']}  ·  {y.shape[-1]} units  ·  {draws} draws of parameters"
 
     figures.criteria(results, verdicts, f"{title}, times 1 and 3", out / "criteria.png")
     drawn = ["criteria.png"]
@@ -116,6 +128,8 @@ def _gradient_paths(cell: Any, params: Any, xs: Any, title: str, out: Path) -> l
     for scale, name in ((1, "parameters as drawn"), (3, "parameters times 3")):
         large = desiderata.scaled(params, scale)
         norms = {key: np.asarray(value) for key, value in paths(large, xs).items()}
+        if isinstance(cell, FlaxCell):
+            norms.popitem()  # its last field is y, which only goes out
         single = len(norms) == 2  # all, and without the only field: nothing
         panels[name] = {
             _label(blocked): value for blocked, value in norms.items() if not (single and blocked)

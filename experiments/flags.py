@@ -31,7 +31,7 @@ def define_shared(values: FlagValues) -> None:
     string, number = flags.DEFINE_string, flags.DEFINE_float
     integer, boolean = flags.DEFINE_integer, flags.DEFINE_boolean
     add(string, "cell", "the recurrent cell, a name in recurrent_gates.CELLS")
-    add(string, "protocol", "a paper's settings (gato, ur, hdetach), or small", "small")
+    add(string, "protocol", "gato, ur, ur_zoneout, hdetach: a paper's settings; or small", "small")
     add(integer, "hidden_size", "units of the cell; for GATO 2J")
     add(integer, "seed", "the first seed")
     add(integer, "seeds", "how many seeds, counted up from --seed; they train together")

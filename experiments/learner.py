@@ -35,6 +35,7 @@ Scores = dict[str, jax.Array]
 Pause = Callable[[], None]
 
 _AXIS = "batch"
+_DIVERGED = 1e10  # a loss from which nothing comes back; bounded cells stay finite far above it
 _LANE_AFTER_LANE = ("cpu",)  # platforms that one lane keeps busy
 _EVALUATION_ROWS = 256  # most examples that a device evaluates at a time, and
 _EVALUATION_STEPS = 2**18  # most of their steps together: bounds the memory and the time to stop
@@ -308,7 +309,7 @@ class Learner:
             updates,
             trainable_mask(state.params),
         )
-        first_bad = (state.diverged_at < 0) & ~jnp.isfinite(loss)
+        first_bad = (state.diverged_at < 0) & ~(loss <= _DIVERGED)  # NaN, too
         return state._replace(
             params=params,
             optimizer=optimizer,

@@ -38,7 +38,7 @@ class State(NamedTuple):
       optimizer: optax's state.
       loss_sum: of the training losses since the last evaluation.
       loss_count: how many these are.
-      diverged_at: the first step with a loss that is not finite, or -1.
+      diverged_at: the first step with a loss that is not finite, or beyond return; or -1.
       halving: GATO's rule, where it is in force.
       best: the best parameters, where they are kept.
     """

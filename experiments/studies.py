@@ -137,11 +137,30 @@ def directory(task: str, protocol: str, configs: Sequence[Config]) -> Path:
 
 
 def write(path: Path, content: str) -> None:
-    """Writes a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Writes a file whole or not at all.
+
+    Raises:
+      UserError: if it cannot be written.
+    """
     part = path.with_name(path.name + ".part")
-    part.write_text(content)
-    os.replace(part, path)
+    make(path.parent)
+    try:
+        part.write_text(content)
+        os.replace(part, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}.") from None
+
+
+def make(directory: Path) -> None:
+    """Makes a directory, if need be.
+
+    Raises:
+      UserError: if it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the directory {directory}: {error.strerror}.") from None
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

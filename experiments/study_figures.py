@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.config import Config
+from experiments.config import Config, UserError
 from experiments.tasks import Metric
 
 _COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#6a4c93", "#5f6b6d")
@@ -50,9 +50,13 @@ def _pyplot(say: Callable[[str], None]) -> Any:
 
 
 def _save(plt: Any, figure: Any, path: Path, say: Callable[[str], None]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=160)
+    except (OSError, ValueError) as error:  # a place, or a name such as x.foo
+        raise UserError(f"the figure {path} cannot be written: {error}.") from None
+    finally:
+        plt.close(figure)
     say(f"figure: {path}")
 
 
@@ -102,25 +106,44 @@ def _baseline(axes: Any, metric: Metric) -> None:
     )
 
 
-def _limit(axes: Any, metric: Metric) -> None:
-    """From nothing to everything; of an error, to twice what no learning at all has."""
-    top = 1.03 if metric.higher_is_better else min(axes.get_ylim()[1], 2 * metric.baseline)
+def _limit(axes: Any, metric: Metric, curves: Sequence[Curve]) -> None:
+    """From nothing to everything; of an error, to twice what no learning at all has, unless
+    all of it lies above."""
+    top = 1.03
+    if not metric.higher_is_better:
+        values = np.concatenate([np.ravel(curve.values) for curve in curves])
+        values = values[np.isfinite(values)]
+        top = axes.get_ylim()[1]
+        if np.any(values < 2 * metric.baseline):
+            top = min(top, 2 * metric.baseline)
     axes.set_ylim(0, top)
+
+
+def _legend(figure: Any, labels: Sequence[str]) -> None:
+    """A legend below the axes, in as many columns of at most three as its labels leave room for."""
+    inches = 0.55 + 0.072 * max(map(len, labels))  # of a column at this size of letters
+    columns = int(figure.get_figwidth() / inches)
+    columns = max(1, min(3, len(labels), columns))
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + 0.22 * -(-len(labels) // columns))
+    figure.legend(loc="outside lower center", ncols=columns, fontsize=9)
 
 
 def learning_curves(
     curves: Sequence[Curve],
     metric: Metric,
+    watched: str,
     style: str,
     title: str,
     path: Path,
     say: Callable[[str], None],
 ) -> None:
-    """Held-out metric against training examples, a line for each run.
+    """A metric against training examples, a line for each run.
 
     Args:
       curves: of the runs.
       metric: what they are of.
+      watched: the set that it was measured on in training.
       style: see ``band``.
       title: what is compared.
       path: of the PNG.
@@ -129,17 +152,16 @@ def learning_curves(
     if (plt := _pyplot(say)) is None:
         return
     with plt.rc_context(_STYLE):
-        rows = -(-len(curves) // 3)
-        figure, axes = plt.subplots(figsize=(6.8, 3.9 + 0.22 * rows), constrained_layout=True)
+        figure, axes = plt.subplots(figsize=(6.8, 3.9), constrained_layout=True)
         draw_curves(axes, curves, style)
         _baseline(axes, metric)
         axes.set_xlabel("training examples")
-        axes.set_ylabel(f"held-out {metric.name.replace('_', ' ')}")
+        axes.set_ylabel(f"{watched} {metric.name}".replace("_", " "))
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
         axes.set_xlim(0, max(curve.x[-1] for curve in curves))
-        _limit(axes, metric)
+        _limit(axes, metric, curves)
         axes.grid(alpha=0.25, linewidth=0.6)
-        figure.legend(loc="outside lower center", ncols=min(3, len(curves)), fontsize=9)
+        _legend(figure, [curve.label for curve in curves])
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         _save(plt, figure, path, say)
 
@@ -162,7 +184,7 @@ def forgetting(
         return
     curves = [
         Curve(
-            cell,
+            cell + "*" * found["mse"].count(None),
             np.array([row["examples"] for row in found["rows"]]),
             np.array([row["held_out"]["mse"] for row in found["rows"]], float),
         )
@@ -176,7 +198,7 @@ def forgetting(
         left.set_ylabel("held-out mse")
         left.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:,g}k")
         left.set_xlim(0, max(curve.x[-1] for curve in curves))
-        _limit(left, config.task.metrics[0])
+        _limit(left, config.task.metrics[0], curves)
         for index, (cell, found) in enumerate(reports.items()):
             look = line_style(index)
             before = np.sort(np.ravel(found["before"]))

@@ -86,15 +86,14 @@ def periods(found: Finished, params: Any) -> list[float]:
 def markdown(reports: Mapping[str, Mapping[str, Any]]) -> str:
     """The table: errors, then the shortest and the median timescale before and after.
 
-    With several lanes the numbers are means over those that did not diverge; each that did
-    is an asterisk.
+    With several lanes the numbers are means. Each lane that diverged is an asterisk and an
+    infinite error; it has no timescales after training.
     """
     head = ("cell", "mse", "shortest before", "median before", "shortest after", "median after")
     rows = []
     for cell, found in reports.items():
-        alive = [value for value in found["mse"] if value is not None]
-        error = number(_mean(alive)) if alive else ""
-        row = [cell, error + "*" * (len(found["mse"]) - len(alive))]
+        stars = "*" * found["mse"].count(None)
+        row = [cell, f"∞{stars}" if stars else number(_mean(found["mse"]))]
         for moment in ("before", "after"):
             lanes = [lane for lane in found[moment] if lane]
             row.append(f"{_mean([lane[0] for lane in lanes]):.1f}")

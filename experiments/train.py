@@ -45,8 +45,7 @@ def run(config: Config, workdir: str | Path) -> dict[str, Any] | None:
     learner = Learner(config)
     learner.check()
     with contextlib.closing(Workdir(workdir)) as work:
-        if note := work.claim(config):
-            say(note)
+        work.claim(config)
         with contextlib.closing(Checkpoints(work.path / "checkpoints")) as checkpoints:
             summary = _run(config, learner, work, checkpoints)
         if summary is not None:
@@ -68,6 +67,8 @@ def _run(
         summary = work.read_json("summary.json")
         if summary is not None and summary["steps"] == step:
             return summary
+    if note := work.go_on(config):
+        say(note)
     try:
         with _termination() as pause:
             state = _train(config, learner, work, checkpoints, step, state, pause)

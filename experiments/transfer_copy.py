@@ -35,6 +35,8 @@ def begin(task: str, given: dict[str, Any]) -> None:
     wish = flags.read(given)
     settings = wish.settings
     delays = _numbers("delays", settings.pop("delays", None), int)
+    if delays and min(delays) < 1:
+        raise UserError(f"--delays must be at least 1, got {min(delays)}.")
     workdirs = settings.pop("copy_workdir", None)
     probs = _numbers("detach_probs", settings.pop("detach_probs", None), float)
     if workdirs:

@@ -61,11 +61,10 @@ def run(runs: Mapping[str, Finished], delays: Sequence[int], directory: Path) ->
       learning rates and ``{delay: [accuracy of each lane, None if it diverged]}``.
 
     Raises:
-      UserError: if a delay is below 1.
+      UserError: if the directory cannot be made.
     """
     first = _task(next(iter(runs.values())))
-    if delays and min(delays) < 1:
-        raise UserError(f"--delays must be at least 1, got {min(delays)}.")
+    studies.make(directory)
     trained_at = [_task(run).length for run in runs.values()]
     wanted = set(delays or [first.length * factor for factor in FACTORS]) | set(trained_at)
     results: dict[str, Any] = {}
@@ -127,10 +126,12 @@ def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _cell(values: Sequence[float | None]) -> str:
-    """Percent: a number, or mean and range; an asterisk for each lane that diverged."""
-    alive = [100 * value for value in values if value is not None]
-    star = "*" * (len(values) - len(alive))
-    if len(alive) <= 1:
-        return "".join(f"{value:.2f}" for value in alive) + star
-    mean = math.fsum(alive) / len(alive)
-    return f"{mean:.2f} [{min(alive):.2f}, {max(alive):.2f}]{star}"
+    """Percent: a number, or mean and range. A lane that diverged is an asterisk, and no accuracy
+    at all: so are a mean and a minimum with it."""
+    found = [-math.inf if value is None else 100 * value for value in values]
+    shown = [
+        f"{value:.2f}" if math.isfinite(value) else "-"
+        for value in (sum(found) / len(found), min(found), max(found))
+    ]
+    text = "{} [{}, {}]".format(*shown) if len(found) > 1 else shown[0]
+    return text + "*" * list(values).count(None)

@@ -21,8 +21,9 @@ Row = dict[str, Any]
 class Workdir:
     """The files of a run.
 
-    ``config.json`` settings, commit, versions, device; ``metrics.jsonl`` a row for each
-    evaluation, without clock values; ``timing.jsonl`` the clock values; ``summary.json``;
+    ``config.json`` settings, and commit, versions and device of the start and, where they were
+    others, of each continuation; ``metrics.jsonl`` a row for each evaluation, without clock
+    values; ``timing.jsonl`` the clock values; ``summary.json``, once the run is finished;
     ``checkpoints/``, ``figures/`` and ``tensorboard/``.
     """
 
@@ -32,11 +33,8 @@ class Workdir:
         self.timing = self.path / "timing.jsonl"
         self._lock: IO[str] | None = None
 
-    def claim(self, config: Config) -> str | None:
+    def claim(self, config: Config) -> None:
         """Makes the directory this config's, for this process.
-
-        Returns:
-          A sentence if the run began on other devices, else None.
 
         Raises:
           UserError: if it cannot be written, is in use or belongs to another config.
@@ -51,25 +49,35 @@ class Workdir:
             reason = error.strerror or error
             raise UserError(f"cannot write to the workdir {self.path}: {reason}.") from None
         before = self.read_json("config.json")
-        if before is not None:
+        if before is None:
+            self.write_json("config.json", {**_settings(config), **_origin()})
+        else:
             self._check_same(before, config)
-        now = _origin()
-        self.write_json(
-            "config.json",
-            {
-                "protocol": config.protocol,
-                "overrides": config.overrides,
-                "config": config.resolved(),
-                "identity": config.identity(),
-                **now,
-            },
+
+    def go_on(self, config: Config) -> str | None:
+        """Records that the run is trained further, here and now, and towards these steps.
+
+        The summary of a finished run that goes on is kept as ``summary-STEPS.json``.
+
+        Returns:
+          A sentence if the run began on other devices, else None.
+        """
+        before, now = self.read_json("config.json"), _origin()
+        began = {name: before.get(name) for name in now}
+        continued = before.get("continued", [])
+        if now != [began, *continued][-1]:
+            continued = [*continued, now]
+        more = {"continued": continued} if continued else {}
+        self.write_json("config.json", {**_settings(config), **began, **more})
+        if (summary := self.read_json("summary.json")) is not None:
+            old = self.path / f"summary-{summary['steps']}.json"
+            os.replace(self.path / "summary.json", old)
+        if began["device"] == now["device"]:
+            return None
+        return (
+            f"this run began on {began['device']} and goes on on {now['device']}: "
+            "its last bits will differ."
         )
-        if before is not None and before["device"] != now["device"]:
-            return (
-                f"this run began on {before['device']} and goes on on {now['device']}: "
-                "its last bits will differ."
-            )
-        return None
 
     def close(self) -> None:
         """Lets other processes have the directory."""
@@ -77,7 +85,14 @@ class Workdir:
             self._lock.close()
 
     def _check_same(self, before: dict[str, Any], config: Config) -> None:
-        old, new = before["identity"], config.identity()
+        try:
+            old, steps = before["identity"], before["config"]["training"]["steps"]
+        except (KeyError, TypeError):
+            raise UserError(
+                f"{self.path / 'config.json'} was made by another version of these experiments; "
+                "choose another --workdir."
+            ) from None
+        new = config.identity()
         different = [name for name in {**new, **old} if old.get(name) != new.get(name)]
         if different == ["training.steps"]:
             raise UserError(
@@ -91,7 +106,6 @@ class Workdir:
                 f"({name.split('.')[1]} is {old.get(name)} there and {new.get(name)} here); "
                 "choose another --workdir."
             )
-        steps = before["config"]["training"]["steps"]
         if config.training.steps < steps:
             raise UserError(
                 f"the run in {self.path} has {steps} steps; --steps can only be raised."
@@ -149,6 +163,15 @@ def device_name() -> str:
     """The kind and number of the devices in use, such as ``"cpu x 2"``."""
     devices = jax.devices()
     return f"{devices[0].device_kind} x {len(devices)}"
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    return {
+        "protocol": config.protocol,
+        "overrides": config.overrides,
+        "config": config.resolved(),
+        "identity": config.identity(),
+    }
 
 
 def _origin() -> dict[str, Any]:

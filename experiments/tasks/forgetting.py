@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -56,6 +57,11 @@ class ForgettingTask(AddingTask):
     gate_bias: float
 
     name = "forgetting"
+
+    def check(self) -> None:
+        super().check()
+        if not math.isfinite(self.gate_bias):
+            raise UserError(f"--gate_bias must be a finite number, got {self.gate_bias:g}.")
 
     def module(self, recurrent: nn.Module, embedding: int, decoder: tuple[int, ...]) -> nn.Module:
         assert isinstance(recurrent, RNN)

@@ -85,6 +85,8 @@ BAD = {
     "--learning_rates=1e-3,inf": "positive number, got inf",
     "--learning_rates=1e-3,fast": "list of numbers, got '1e-3,fast'",
     "--learning_rates=": "at least one rate",
+    "--learning_rates=1e-3,1e-3": "must name each rate once",
+    "--protocol=hdetach --inputs=embed": "has no width for an embedding; --inputs is one_hot or",
     "--clip_norm=-1": "--clip_norm must be at least 0",
     "--detach_prob=1.5": "--detach_prob is a probability in [0, 1], got 1.5",
     "--detach_prob=-0.1": "--detach_prob is a probability",

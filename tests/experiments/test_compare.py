@@ -156,6 +156,8 @@ def test_what_cannot_be_compared(tmp_path):
     metrics = "copied_token_probability and accuracy"
     assert refused(b, c) == f"these runs have different metrics: {metrics}."
     assert refused(a, tmp_path) == f"{tmp_path} is not a workdir: it has no config.json."
+    with pytest.raises(UserError, match=r"the figure .*x\.foo cannot be written: .*foo"):
+        comparison.run([a], "mean", tmp_path / "x.foo")
     (a / "metrics.jsonl").unlink()
     assert refused(a) == f"the run in {a} has no evaluation yet."
     (a / "config.json").write_text("{")

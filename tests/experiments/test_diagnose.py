@@ -126,6 +126,20 @@ def test_a_cell_of_the_users_own(own, tmp_path, monkeypatch, capsys):
     assert len(drawn(tmp_path / "runs" / "diagnose" / f"{own}.Summing")) == 2
 
 
+def test_a_foreign_cell(own, tmp_path, monkeypatch, capsys):
+    """Its y is no field that gradients flow through; its width is its own."""
+    titles = []
+    draw = analysis_figures.gradient_paths
+    monkeypatch.setattr(
+        analysis_figures, "gradient_paths", lambda *a: (titles.append(a[2]), draw(*a))
+    )
+    run(f"--cell={own}:foreign", *SMALL, f"--out_dir={tmp_path}")
+    assert titles == [f"{own}:foreign  ·  4 units  ·  2 draws of parameters"]
+    text = capsys.readouterr().out
+    assert text.count("all paths") == 2
+    assert "without" not in text
+
+
 def test_the_reading_can_be_given(own, tmp_path, capsys):
     run(
         f"--cell={own}:foreign",

@@ -56,6 +56,11 @@ def test_other_gates_are_refused(name, tmp_path):
     assert not list(tmp_path.iterdir())  # nothing was trained before
 
 
+def test_a_bias_that_is_no_number():
+    with pytest.raises(UserError, match="--gate_bias must be a finite number, got nan"):
+        tiny(gate_bias=float("nan")).check()
+
+
 def test_settings_are_the_papers():
     ur = protocols.resolve("forgetting", "ur", {"cell": "lstm"}).resolved()
     assert ur["task"] == {
@@ -121,7 +126,7 @@ def test_a_study(tmp_path, monkeypatch, capsys):
         assert before == sorted(before)
         middle = [sum(lane[1:3]) / 2 for lane in (before, after)]
         times = f"{before[0]:.1f} {middle[0]:.1f} {after[0]:.1f} {middle[1]:.1f}"
-        rows.append([cell, f"{mse:.4f}*", *times.split()])
+        rows.append([cell, "∞*", *times.split()])
     table = (tmp_path / "forgetting.md").read_text()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     assert cells[2:] == rows

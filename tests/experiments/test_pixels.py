@@ -313,6 +313,7 @@ def test_where_the_data_are_is_not_part_of_the_identity():
         ({"permutation_seed": -1}, "--permutation_seed must be at least 0"),
         ({"batch_size": 2000}, "--batch_size=2000 is more than the 1293 training images"),
         ({"dropout": 1.0}, "--dropout is a probability below 1"),
+        ({"decoder": (), "dropout": 0.5}, "--dropout acts on the decoder's hidden layers"),
         ({"length": 3}, "--length is not for pixels"),
     ],
 )

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from experiments import train
+from experiments import comparison, studies, train
 from experiments.checkpoints import Checkpoints
 from experiments.config import UserError
 from experiments.learner import Learner
@@ -106,6 +106,17 @@ def test_raising_the_steps_goes_on(copied, tmp_path):
     whole = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
     assert (copied / "metrics.jsonl").read_bytes() == whole
     assert json.loads((copied / "config.json").read_text())["config"]["training"]["steps"] == 6
+    assert json.loads((copied / "summary-4.json").read_text())["steps"] == 4
+
+
+def test_a_finished_run_that_goes_on_is_not_finished(copied, monkeypatch):
+    monkeypatch.setattr("experiments.train._termination", stopping(0))
+    assert train.run(tiny(steps=6), copied) is None
+    with pytest.raises(UserError, match=r"is not finished; the command that began it goes on\."):
+        studies.finished(copied)
+    (entry,) = comparison.read(copied)
+    assert (entry.finished, entry.rows[-1]["step"]) == (False, 4)
+    assert entry.values == entry.rows[-1]["held_out"]["copied_token_probability"]
 
 
 def test_a_row_that_was_cut_short_is_dropped(finished, copied):
@@ -143,14 +154,24 @@ def test_a_schedule_that_needs_its_length_cannot_be_extended(tmp_path):
 
 def test_other_devices_are_said(copied, capsys):
     config = json.loads((copied / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps(config | {"device": "TPU v5e x 4"}))
-    train.run(tiny(), copied)
+    elsewhere = json.dumps(config | {"device": "TPU v5e x 4"})
+    (copied / "config.json").write_text(elsewhere)
+    train.run(tiny(), copied)  # it is finished
+    assert "goes on" not in capsys.readouterr().out
+    assert (copied / "config.json").read_text() == elsewhere
+    train.run(tiny(steps=6), copied)
     assert "began on TPU v5e x 4 and goes on on cpu x" in capsys.readouterr().out
+    recorded = json.loads((copied / "config.json").read_text())
+    assert recorded["device"] == "TPU v5e x 4"
+    assert [later["device"] for later in recorded["continued"]] == [config["device"]]
 
 
 def test_a_damaged_config_is_an_error(copied):
     (copied / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json is damaged: it is not JSON"):
+        train.run(tiny(), copied)
+    (copied / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"config\.json was made by another version of these"):
         train.run(tiny(), copied)
 
 

@@ -139,8 +139,9 @@ def test_a_lane_alone_starts_with_the_same_bits():
     jax.tree.map(lambda many, one: np.testing.assert_array_equal(many[1], one), lanes, single)
 
 
-def test_a_diverged_lane_stops_no_other(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("experiments.learner._LANE_AFTER_LANE", ())  # a loop is no test of it
+@pytest.mark.parametrize("one_by_one", [(), ("cpu",)], ids=["vmap", "loop"])
+def test_a_diverged_lane_stops_no_other(one_by_one, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("experiments.learner._LANE_AFTER_LANE", one_by_one)
     bad, good = tmp_path / "bad", tmp_path / "good"
     summary = train.run(tiny(learning_rates=(1e-3, 1e30), steps=6), bad)
     train.run(tiny(learning_rates=(1e-3, 2e-3), steps=6), good)
@@ -157,6 +158,14 @@ def test_a_diverged_lane_stops_no_other(tmp_path, capsys, monkeypatch):
     assert (loss["mean"], loss["max"]) == (None, None)
     assert loss["min"] == loss["per_run"][0]["value"] > 0
     assert "diverged * (chance 0.1; seed 0, learning rate 1e+30)" in capsys.readouterr().out
+
+
+def test_a_loss_beyond_return_has_diverged():
+    """A bounded state that is read by a linear map: the loss stays finite at any rate."""
+    settings = {"decoder": (), "learning_rates": (1e-3, 1e18)}
+    state = after(3, **settings)
+    assert np.isfinite(state.loss_sum).all()
+    np.testing.assert_array_equal(state.diverged_at, [-1, 1])
 
 
 def test_a_run_that_diverged_altogether_stops(tmp_path):

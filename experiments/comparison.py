@@ -108,7 +108,7 @@ def read(workdir: Path) -> list[Entry]:
         raise UserError(f"the run in {workdir} has no evaluation yet.")
     metric = config.task.metrics[0].name
     watched = next(name for name, value in rows[-1].items() if isinstance(value, dict))
-    summary = work.read_json("summary.json")
+    summary = work.summary()
     if summary is None:
         values = rows[-1][watched][metric]
         parameters = train.describe(config)["recurrent_parameters"]

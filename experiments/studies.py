@@ -76,7 +76,10 @@ def recorded_config(workdir: str | Path) -> Config:
         )
     except (KeyError, TypeError):
         raise UserError(f"{workdir} was made by another version of these experiments.") from None
-    config.check()
+    try:
+        config.check()
+    except UserError as error:
+        raise UserError(f"the run in {workdir} cannot be read: {error}") from None
     return config
 
 
@@ -94,9 +97,12 @@ def finished(workdir: str | Path) -> Finished:
     """
     work = Workdir(workdir)
     config = recorded_config(workdir)
-    summary = work.read_json("summary.json")
+    summary = work.summary()
     if summary is None or not (work.path / "checkpoints").is_dir():
-        raise UserError(f"the run in {workdir} is not finished; the command that began it goes on.")
+        raise UserError(
+            f"the run in {workdir} is not finished; "
+            f"its command with --steps={config.training.steps} goes on."
+        )
     learner = Learner(config)
     with contextlib.closing(Checkpoints(work.path / "checkpoints")) as checkpoints:
         restored = checkpoints.restore(learner.shapes(), say)

@@ -121,11 +121,11 @@ def _limit(axes: Any, metric: Metric, curves: Sequence[Curve]) -> None:
 
 def _legend(figure: Any, labels: Sequence[str]) -> None:
     """A legend below the axes, in as many columns of at most three as its labels leave room for."""
-    inches = 0.55 + 0.072 * max(map(len, labels))  # of a column at this size of letters
-    columns = int(figure.get_figwidth() / inches)
-    columns = max(1, min(3, len(labels), columns))
+    inches = 0.6 + 0.08 * max(map(len, labels))  # of a column at this size of letters
     width, height = figure.get_size_inches()
-    figure.set_size_inches(width, height + 0.22 * -(-len(labels) // columns))
+    columns = max(1, min(3, len(labels), int(width / inches)))
+    rows = -(-len(labels) // columns)
+    figure.set_size_inches(max(width, inches), height + 0.22 * rows)
     figure.legend(loc="outside lower center", ncols=columns, fontsize=9)
 
 

@@ -63,12 +63,9 @@ def _run(
     # With losses since the last evaluation, the one that is due at this step was not finished.
     evaluated = state is None or not np.any(state.loss_count)
     work.keep_rows(step if evaluated else step - 1)
-    if state is not None and evaluated and _finished(config, learner, step, state):
-        summary = work.read_json("summary.json")
-        if summary is not None and summary["steps"] == step:
-            return summary
-    if note := work.go_on(config):
-        say(note)
+    finished = state is not None and evaluated and _finished(config, learner, step, state)
+    if finished and (summary := work.summary()) is not None:
+        return summary
     try:
         with _termination() as pause:
             state = _train(config, learner, work, checkpoints, step, state, pause)
@@ -110,6 +107,8 @@ def _train(
     began = time.perf_counter()
     learner.prepare()
     clock = {"compile_seconds": time.perf_counter() - began}
+    if note := work.go_on(config, began=state is not None):
+        say(note)
     state = learner.initial() if state is None else state
     if step:
         say(f"going on from step {step}")

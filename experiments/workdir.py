@@ -54,30 +54,49 @@ class Workdir:
         else:
             self._check_same(before, config)
 
-    def go_on(self, config: Config) -> str | None:
-        """Records that the run is trained further, here and now, and towards these steps.
+    def go_on(self, config: Config, began: bool) -> str | None:
+        """Records that the run is trained now, here, and towards these steps.
 
         The summary of a finished run that goes on is kept as ``summary-STEPS.json``.
 
+        Args:
+          config: of the run, with its steps to come.
+          began: whether it has been trained before.
+
         Returns:
-          A sentence if the run began on other devices, else None.
+          A sentence if that was on other devices, else None.
         """
-        before, now = self.read_json("config.json"), _origin()
-        began = {name: before.get(name) for name in now}
-        continued = before.get("continued", [])
-        if now != [began, *continued][-1]:
-            continued = [*continued, now]
-        more = {"continued": continued} if continued else {}
-        self.write_json("config.json", {**_settings(config), **began, **more})
         if (summary := self.read_json("summary.json")) is not None:
             old = self.path / f"summary-{summary['steps']}.json"
             os.replace(self.path / "summary.json", old)
-        if began["device"] == now["device"]:
+        before, now = self.read_json("config.json"), _origin()
+        origins = [{name: before.get(name) for name in now}, *before.get("continued", [])]
+        if not began:
+            origins = [now]
+        elif origins[-1] != now:
+            origins.append(now)
+        continued = {"continued": origins[1:]} if origins[1:] else {}
+        self.write_json("config.json", {**_settings(config), **origins[0], **continued})
+        others = {origin["device"]: None for origin in origins if origin["device"] != now["device"]}
+        if not others:
             return None
         return (
-            f"this run began on {began['device']} and goes on on {now['device']}: "
+            f"this run was trained on {' and '.join(others)} and goes on on {now['device']}: "
             "its last bits will differ."
         )
+
+    def summary(self) -> dict[str, Any] | None:
+        """What a finished run leaves; None if it is not finished, or has gone on since."""
+        found = self.read_json("summary.json")
+        rows = [row["step"] for row in read_rows(self.metrics)]
+        return found if found is not None and rows and found["steps"] == rows[-1] else None
+
+    def _trained(self) -> int:
+        """How many steps the run has been trained for, as far as that is kept."""
+        steps = [row["step"] for row in read_rows(self.metrics)]
+        for path in (self.path / "checkpoints").glob("*"):
+            steps += [int(path.name)] if path.name.isdecimal() else []
+        return max(steps, default=0)
 
     def close(self) -> None:
         """Lets other processes have the directory."""
@@ -86,8 +105,8 @@ class Workdir:
 
     def _check_same(self, before: dict[str, Any], config: Config) -> None:
         try:
-            old, steps = before["identity"], before["config"]["training"]["steps"]
-        except (KeyError, TypeError):
+            old = dict(before["identity"])
+        except (KeyError, TypeError, ValueError):
             raise UserError(
                 f"{self.path / 'config.json'} was made by another version of these experiments; "
                 "choose another --workdir."
@@ -106,9 +125,10 @@ class Workdir:
                 f"({name.split('.')[1]} is {old.get(name)} there and {new.get(name)} here); "
                 "choose another --workdir."
             )
-        if config.training.steps < steps:
+        if config.training.steps < (trained := self._trained()):
             raise UserError(
-                f"the run in {self.path} has {steps} steps; --steps can only be raised."
+                f"the run in {self.path} has been trained for {trained} steps; --steps can only "
+                "be raised."
             )
 
     def read_json(self, name: str) -> Any:
@@ -120,8 +140,10 @@ class Workdir:
         path = self.path / name
         try:
             return json.loads(path.read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}.") from None
         except ValueError:
             raise UserError(f"{path} is damaged: it is not JSON.") from None
 

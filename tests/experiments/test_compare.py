@@ -30,6 +30,7 @@ def workdir(path, task="adding", mse=((0.5,), (0.25,)), finished=True, **setting
     if finished:
         per_run = [{"value": value} for value in mse[-1]]
         summary = {"metrics": {name: {"per_run": per_run}}, "recurrent_parameters": 1234}
+        summary["steps"] = len(mse) - 1
         (path / "summary.json").write_text(json.dumps(summary))
     return path
 
@@ -74,6 +75,49 @@ def test_the_curves(three, tmp_path, monkeypatch):
     (band,) = axes.collections  # a single seed has none
     corners = {tuple(corner) for corner in band.get_paths()[0].vertices.tolist()}
     assert corners == {(0, 0.25), (0, 1), (64, 0.125), (64, 0.5), (128, 0.0625), (128, 0.25)}
+
+
+def test_validation_is_called_so(tmp_path, monkeypatch):
+    """A finished run has been tested; of another one there is validation alone."""
+    shown = []
+    monkeypatch.setattr(plt, "close", shown.append)
+    a, b = workdir(tmp_path / "a"), workdir(tmp_path / "b", cell="lstm", steps=9, finished=False)
+    for path in (a / "metrics.jsonl", b / "metrics.jsonl"):
+        path.write_text(path.read_text().replace("held_out", "validation"))
+    table = comparison.run([a, b], "mean", tmp_path / "figure.png")
+    results = [line.split("|")[4].strip() for line in table.splitlines()[2:]]
+    assert results == ["0.2500", "0.2500 at step 1 (validation)"]
+    assert shown[0].axes[0].get_ylabel() == "validation mse"
+
+
+@pytest.mark.parametrize("length", [5, 25, 45, 120])
+def test_the_legend_is_within_the_figure(length, tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(plt, "close", shown.append)
+    words = "lstm detach_prob=0.25 zoneout_c=0.5 clip_norm=0 " * 3
+    labels = [f"{number} {words}"[:length] for number in range(5)]
+    curves = [study_figures.Curve(name, np.arange(2), np.full((2, 1), 0.1)) for name in labels]
+    metric = protocols.resolve("adding", "small", {}).task.metrics[0]
+    study_figures.learning_curves(
+        curves, metric, "held-out", "mean", "title", tmp_path / "figure.png", print
+    )
+    (legend,) = shown[0].legends
+    assert [text.get_text() for text in legend.get_texts()] == labels
+    box, page = legend.get_window_extent(), shown[0].bbox
+    assert page.x0 <= box.x0 < box.x1 <= page.x1
+    assert page.y0 <= box.y0 < box.y1 <= page.y1
+
+
+@pytest.mark.parametrize(("error", "top"), [(0.1, 1 / 3), (40.0, 41.0)])
+def test_errors_far_above_the_baseline_are_drawn(error, top, tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(plt, "close", shown.append)
+    comparison.run(
+        [workdir(tmp_path / "a", mse=[(41.0,), (error,)])], "mean", tmp_path / "figure.png"
+    )
+    low, high = shown[0].axes[0].get_ylim()
+    assert low == 0
+    assert top <= high * (1 + 1e-12) <= 1.1 * top
 
 
 def test_bands():

@@ -112,11 +112,14 @@ def test_raising_the_steps_goes_on(copied, tmp_path):
 def test_a_finished_run_that_goes_on_is_not_finished(copied, monkeypatch):
     monkeypatch.setattr("experiments.train._termination", stopping(0))
     assert train.run(tiny(steps=6), copied) is None
-    with pytest.raises(UserError, match=r"is not finished; the command that began it goes on\."):
+    with pytest.raises(UserError, match=r"is not finished; its command with --steps=6 goes on\."):
         studies.finished(copied)
     (entry,) = comparison.read(copied)
     assert (entry.finished, entry.rows[-1]["step"]) == (False, 4)
     assert entry.values == entry.rows[-1]["held_out"]["copied_token_probability"]
+    summary = json.loads((copied / "summary-4.json").read_text())
+    monkeypatch.undo()
+    assert train.run(tiny(), copied)["metrics"] == summary["metrics"]  # it was not trained
 
 
 def test_a_row_that_was_cut_short_is_dropped(finished, copied):
@@ -135,7 +138,7 @@ def test_a_row_that_was_cut_short_is_dropped(finished, copied):
         ({"cell": "lstm"}, r"\(cell is gru there and lstm here\)"),
         ({"seed": 1}, r"\(seed is 0 there and 1 here\)"),
         ({"learning_rates": (1.0,)}, r"learning_rates is \[0.01\] there and \[1.0\] here"),
-        ({"steps": 3}, "has 4 steps; --steps can only be raised"),
+        ({"steps": 3}, "has been trained for 4 steps; --steps can only be raised"),
     ],
 )
 def test_another_configuration_is_refused(copied, settings, sentence):
@@ -160,7 +163,7 @@ def test_other_devices_are_said(copied, capsys):
     assert "goes on" not in capsys.readouterr().out
     assert (copied / "config.json").read_text() == elsewhere
     train.run(tiny(steps=6), copied)
-    assert "began on TPU v5e x 4 and goes on on cpu x" in capsys.readouterr().out
+    assert "was trained on TPU v5e x 4 and goes on on cpu x" in capsys.readouterr().out
     recorded = json.loads((copied / "config.json").read_text())
     assert recorded["device"] == "TPU v5e x 4"
     assert [later["device"] for later in recorded["continued"]] == [config["device"]]

@@ -127,7 +127,9 @@ def test_training_loss_is_the_mean_since_the_last_evaluation(tmp_path):
 @pytest.mark.parametrize("one_by_one", [(), ("cpu",)], ids=["vmap", "loop"])
 def test_lanes_equal_single_runs(one_by_one, monkeypatch):
     monkeypatch.setattr("experiments.learner._LANE_AFTER_LANE", one_by_one)
+    prepared.cache_clear()
     lanes = after(3, seeds=2, learning_rates=(1e-2, 3e-3))
+    prepared.cache_clear()
     for lane, seed, rate in ((0, 0, 1e-2), (3, 1, 3e-3)):
         single = after(3, seed=seed, learning_rates=(rate,))
         assert_near(jax.tree.map(lambda leaf, lane=lane: leaf[lane], lanes), single, 1e-5)

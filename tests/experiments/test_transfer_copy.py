@@ -14,7 +14,7 @@ from experiments import flags, protocols, studies, train, transfer_copy, transfe
 from experiments.checkpoints import Checkpoints
 from experiments.config import UserError, build_cell
 from experiments.learner import Learner
-from experiments.workdir import Workdir
+from experiments.workdir import Workdir, append_row
 from recurrent_gates import unroll
 from tests.experiments import support
 
@@ -31,6 +31,7 @@ def runs(tmp_path_factory):
     with contextlib.closing(work), contextlib.closing(Checkpoints(work.path / "checkpoints")) as at:
         work.claim(config)
         at.save(4, learner.initial()._replace(diverged_at=jnp.array([-1, -1, 2, 3])))
+        append_row(work.metrics, {"step": 4})
         work.write_json("summary.json", {"steps": 4})
     return directory
 

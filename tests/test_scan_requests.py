@@ -1,0 +1,92 @@
+"""What is asked of the driver: what it chooses by itself, and what it refuses."""
+
+import logging
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import recurrent_gates as rg
+from tests.support import array, assert_identical, parameters, state
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+STEPS, BATCH, INPUTS, FEATURES = 7, 3, 2, 4
+
+CELL = rg.LSTM(FEATURES, param_dtype=jnp.float64)
+
+
+def arguments():
+    """Parameters, inputs and a carry."""
+    return parameters(CELL, INPUTS), array(8, STEPS, BATCH, INPUTS), state(CELL, (BATCH,))
+
+
+@pytest.mark.parametrize("backend", ["scan", "fused"])
+@pytest.mark.parametrize(("platform", "wanted"), [("cpu", 1), ("gpu", 8)])
+def test_the_steps_of_an_iteration_by_default(backend, platform, wanted, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    cell = rg.LSTM(4)
+    params, xs = cell.init_params(jax.random.key(0), 3), jnp.ones((20, 2, 3), jnp.float32)
+    program = jax.make_jaxpr(lambda xs: rg.unroll(cell, params, xs, backend=backend)[1])
+    assert set(re.findall(r"unroll=(\d+)", str(program(xs)))) == {str(wanted)}
+
+
+def test_what_auto_chose_is_logged_once(caplog):
+    class Unheard(rg.Elman):
+        pass
+
+    cell = Unheard(3)
+    params = cell.init_params(jax.random.key(0), 2)
+    with caplog.at_level(logging.INFO, logger="recurrent_gates"):
+        for _ in range(2):
+            rg.unroll(cell, params, jnp.zeros((2, 1, 2)).astype(jnp.float32))
+    lines = [record.getMessage() for record in caplog.records if "Unheard" in record.getMessage()]
+    assert len(lines) == 1 and ("fused" in lines[0] or "scan" in lines[0])
+
+
+NEW: Any = object()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (dict(xs=jnp.zeros((STEPS, INPUTS, 1)), carry=NEW), "carry"),
+        (dict(xs=jnp.zeros(STEPS)), "xs"),
+        (dict(xs=jnp.zeros((STEPS, BATCH, INPUTS + 1))), "input"),
+        (dict(lengths=jnp.ones((BATCH,), int), valid=jnp.ones((STEPS, BATCH), bool)), "not both"),
+        (dict(lengths=jnp.ones((BATCH + 1,), int)), "lengths"),
+        (dict(lengths=jnp.ones((BATCH,))), "lengths"),
+        (dict(valid=jnp.ones((BATCH, STEPS), bool)), "valid"),
+        (dict(resets=jnp.ones((STEPS,), bool)), "resets"),
+        (dict(fresh=rg.LSTMState(jnp.zeros((BATCH, 1)), jnp.zeros((BATCH, 1)))), "fresh"),
+        (dict(carry=jnp.zeros((BATCH, FEATURES))), "carry"),
+        (dict(carry_fns=(rg.Detach(p=0.5),)), "key"),
+        (dict(carry_fns=(rg.Zoneout(p=0.5),)), "key"),
+        (dict(carry_fns=(rg.Damp(p=0.5),), noise=()), "noise"),
+        (dict(carry_fns=(rg.Detach(p=0.5),), noise=(jnp.ones((STEPS + 1,), bool),)), "noise"),
+        (dict(return_carries="some"), "return_carries"),
+        (dict(remat=0), "remat"),
+        (dict(backend="quick"), "quick"),
+        (dict(unroll=0), "unroll"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+@pytest.mark.parametrize("backend", ["scan", "fused"])
+def test_bad_requests_are_one_sentence(how, words, backend):
+    params, xs, start = arguments()
+    how = dict(xs=xs, backend=backend) | how
+    how = {name: start if value is NEW else value for name, value in how.items()}
+    with pytest.raises(ValueError, match=words) as error:
+        rg.unroll(CELL, params, **how)
+    assert "\n" not in str(error.value)
+
+
+def test_a_deterministic_run_needs_no_key():
+    params, xs, start = arguments()
+    fns = (rg.Detach(p=0.5),)
+    assert_identical(
+        rg.unroll(CELL, params, xs, start, carry_fns=fns, deterministic=True),
+        rg.unroll(CELL, params, xs, start),
+    )

@@ -9,10 +9,13 @@ os.environ["XLA_FLAGS"] = " ".join(
     [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_parallel_codegen_split_count=1"]
 ).strip()
 
+import gc
+
 import hypothesis
 import jax
 import pytest
 
+gc.freeze()  # what is imported stays: the collector need not look at it again
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -26,6 +29,14 @@ def pytest_addoption(parser):
     parser.addoption(
         "--full", action="store_true", help="test the full product of options instead of all pairs"
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Drops what a file compiled: thousands of programs slow down the collector of garbage."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="module")

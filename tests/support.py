@@ -48,7 +48,8 @@ def randomize(tree, seed, scale=0.7):
 
 def parameters(cell, in_features, seed=0, scale=0.7):
     """Random float64 parameters for a cell, of the tree that `init_params` gives."""
-    return randomize(cell.init_params(jax.random.key(seed), in_features), seed + 1, scale)
+    shapes = jax.eval_shape(lambda key: cell.init_params(key, in_features), jax.random.key(0))
+    return randomize(shapes, seed + 1, scale)
 
 
 def state(cell, batch_shape, seed=0, scale=0.5):

@@ -218,23 +218,23 @@ def compare(cell, how, around="nothing", tolerance=1e-10):
     params, xs = parameters(cell, INPUTS), array(8, *lanes, STEPS, BATCH, INPUTS)
     carry, fresh = (state(cell, (*lanes, BATCH), seed) for seed in (0, 50))
 
-    def results(backend):
-        def forward(params, xs, carry, fresh):
+    def forward(backend):
+        def run(params, xs, carry, fresh):
             return rg.unroll(cell, params, xs, carry, fresh=fresh, backend=backend, **how)
 
-        if around == "vmap":
-            forward = jax.vmap(forward, (None, 0, 0, 0))
-        if around == "checkpoint":
-            forward = jax.checkpoint(forward)
+        run = jax.vmap(run, (None, 0, 0, 0)) if around == "vmap" else run
+        return jax.checkpoint(run) if around == "checkpoint" else run
 
+    shapes = jax.eval_shape(forward("scan"), params, xs, carry, fresh)
+    random = jax.tree.map(lambda leaf: array(31, *leaf.shape), shapes)
+    zeros = jax.tree.map(jnp.zeros_like, random)
+
+    def results(backend):
         @quick_jit
         def pull(cotangents):
-            out, pullback = jax.vjp(forward, params, xs, carry, fresh)
+            out, pullback = jax.vjp(forward(backend), params, xs, carry, fresh)
             return out, pullback(cotangents)
 
-        shapes = jax.eval_shape(forward, params, xs, carry, fresh)
-        random = jax.tree.map(lambda leaf: array(31, *leaf.shape), shapes)
-        zeros = jax.tree.map(jnp.zeros_like, random)
         return [
             pull(cotangents)
             for cotangents in ((zeros[0], random[1]), (random[0], zeros[1]), random)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ def learning_curve(config: Config, work: Workdir, say: Callable[[str], None]) ->
     """Draws ``figures/learning_curve.png``: training loss above held-out metric (GATO, Figure 1).
 
     One line for each learning rate: the mean over seeds, with a band from the least to the
-    greatest. A lane that diverged ends where it did.
+    greatest. A lane that diverged ends where it did and is an asterisk in the legend.
 
     Args:
       config: of the run.
@@ -43,8 +43,10 @@ def learning_curve(config: Config, work: Workdir, say: Callable[[str], None]) ->
     with rc_context(style):
         figure = Figure(figsize=(6.4, 5.6), layout="constrained")
         above, below = figure.subplots(2, 1, sharex=True)
-        _curves(above, config, examples, loss)
-        _curves(below, config, examples, score)
+        diverged = rows[-1]["diverged"]
+        labels = _labels(config, diverged)
+        _curves(above, config, examples, loss, labels)
+        _curves(below, config, examples, score, labels)
         for axes, shown in ((above, "loss"), (below, metric.name)):
             for level in config.task.metrics:
                 if level.name == shown:
@@ -58,8 +60,9 @@ def learning_curve(config: Config, work: Workdir, say: Callable[[str], None]) ->
             below.set_ylim(0, 1.03)
         for axes in (above, below):
             axes.grid(alpha=0.25, linewidth=0.6)
-        if len(config.training.learning_rates) > 1:
-            above.legend(frameon=False, title="learning rate")
+        if len(labels) > 1 or any(diverged):
+            note = "\n(* a seed diverged)" if any(diverged) else ""
+            above.legend(frameon=False, title=f"learning rate{note}")
         figure.suptitle(_title(config), x=0.01, ha="left", fontsize=11)
         path = work.path / "figures" / "learning_curve.png"
         path.parent.mkdir(exist_ok=True)
@@ -71,13 +74,24 @@ def _table(values: list[list[float | None]]) -> np.ndarray:
     return np.array([[math.nan if v is None else v for v in row] for row in values])
 
 
-def _curves(axes: Any, config: Config, x: np.ndarray, table: np.ndarray) -> None:
+def _labels(config: Config, diverged: Sequence[bool]) -> list[str]:
+    """Each learning rate with an asterisk for each seed that diverged."""
+    seeds = config.training.seeds
+    return [
+        f"{rate:g}" + "*" * sum(diverged[index * seeds : (index + 1) * seeds])
+        for index, rate in enumerate(config.training.learning_rates)
+    ]
+
+
+def _curves(
+    axes: Any, config: Config, x: np.ndarray, table: np.ndarray, labels: Sequence[str]
+) -> None:
     """One line and band for each learning rate; lanes are ordered by rate, then seed."""
     seeds = config.training.seeds
-    for index, rate in enumerate(config.training.learning_rates):
+    for index, label in enumerate(labels):
         lanes = np.ma.masked_invalid(table[:, index * seeds : (index + 1) * seeds])
         colour = _COLOURS[index % len(_COLOURS)]
-        axes.plot(x, lanes.mean(axis=1), color=colour, linewidth=1.8, label=f"{rate:g}")
+        axes.plot(x, lanes.mean(axis=1), color=colour, linewidth=1.8, label=label)
         if seeds > 1:
             axes.fill_between(
                 x, lanes.min(axis=1), lanes.max(axis=1), color=colour, alpha=0.2, linewidth=0

@@ -102,7 +102,8 @@ def help_lines(values: FlagValues) -> list[str]:
         flag = values[name]
         choices = getattr(flag.parser, "enum_values", None)
         value = "" if flag.boolean else f"={'|'.join(choices) if choices else name.upper()}"
-        lines += [f"  --{name}{value}", f"      {flag.help}"]
+        text = flag.help.removeprefix(f"<{value[1:]}>: ")  # absl says the choices, too
+        lines += [f"  --{name}{value}", f"      {text}"]
     return lines
 
 

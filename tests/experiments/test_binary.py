@@ -140,6 +140,7 @@ def test_help_lists_the_flags_and_exits_0():
     assert (done.returncode, done.stderr) == (0, "")
     for flag in [*SHARED, "loss_on", "inputs"]:
         assert f"\n  --{flag}" in done.stdout, flag
+    assert "  --dtype=float32|bfloat16\n      of the computation; the state" in done.stdout
 
 
 def test_describe_prints_one_json_object():

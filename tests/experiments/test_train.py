@@ -54,12 +54,18 @@ def test_training_changes_every_parameter(cell):
         assert not np.array_equal(leaf, trained), jax.tree_util.keystr(path)
 
 
-def test_what_a_run_leaves_behind(tmp_path, monkeypatch, capsys):
-    shown = []
+@pytest.fixture
+def shown(monkeypatch):
+    """The figures that are saved."""
+    figures = []
     save = Figure.savefig
     monkeypatch.setattr(
-        Figure, "savefig", lambda self, *a, **k: (shown.append(self), save(self, *a, **k))
+        Figure, "savefig", lambda self, *a, **k: (figures.append(self), save(self, *a, **k))
     )
+    return figures
+
+
+def test_what_a_run_leaves_behind(tmp_path, shown, capsys):
     config = tiny(seed=3, seeds=2)
     summary = train.run(config, tmp_path)
     printed = capsys.readouterr().out
@@ -142,7 +148,7 @@ def test_a_lane_alone_starts_with_the_same_bits():
 
 
 @pytest.mark.parametrize("one_by_one", [(), ("cpu",)], ids=["vmap", "loop"])
-def test_a_diverged_lane_stops_no_other(one_by_one, tmp_path, capsys, monkeypatch):
+def test_a_diverged_lane_stops_no_other(one_by_one, tmp_path, shown, capsys, monkeypatch):
     monkeypatch.setattr("experiments.learner._LANE_AFTER_LANE", one_by_one)
     bad, good = tmp_path / "bad", tmp_path / "good"
     summary = train.run(tiny(learning_rates=(1e-3, 1e30), steps=6), bad)
@@ -160,6 +166,9 @@ def test_a_diverged_lane_stops_no_other(one_by_one, tmp_path, capsys, monkeypatc
     assert (loss["mean"], loss["max"]) == (None, None)
     assert loss["min"] == loss["per_run"][0]["value"] > 0
     assert "diverged * (chance 0.1; seed 0, learning rate 1e+30)" in capsys.readouterr().out
+
+    legends = [[text.get_text() for text in f.axes[0].get_legend().texts] for f in shown]
+    assert legends == [["0.001", "1e+30*"], ["0.001", "0.002"]]
 
 
 def test_a_loss_beyond_return_has_diverged():

@@ -54,6 +54,13 @@ class Finished(NamedTuple):
         return jax.tree.map(lambda leaf: leaf[lane], tree)
 
 
+def by_rate(label: str, config: Config) -> dict[str, slice]:
+    """The lanes of each learning rate; if there are several, the label says which."""
+    rates, seeds = config.training.learning_rates, config.training.seeds
+    labels = [f"{label} rate {rate:g}" for rate in rates] if len(rates) > 1 else [label]
+    return {text: slice(i * seeds, (i + 1) * seeds) for i, text in enumerate(labels)}
+
+
 def recorded_config(workdir: str | Path) -> Config:
     """The config of the run in a workdir.
 

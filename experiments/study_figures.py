@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,6 +167,7 @@ def learning_curves(
 
 
 def forgetting(
+    curves: Sequence[Curve],
     reports: Mapping[str, Mapping[str, Any]],
     config: Config,
     path: Path,
@@ -175,21 +176,14 @@ def forgetting(
     """Learning curves beside the timescales of units before and after (UR-gates, Fig. 9).
 
     Args:
-      reports: by cell, ``{"mse", "before", "after", "rows"}``; see ``timescale_study``.
+      curves: held-out errors.
+      reports: by label, ``{"before", "after", ...}``; see ``timescale_study``.
       config: of one of the runs.
       path: of the PNG.
       say: is told where the figure is, or why there is none.
     """
     if (plt := _pyplot(say)) is None:
         return
-    curves = [
-        Curve(
-            cell + "*" * found["mse"].count(None),
-            np.array([row["examples"] for row in found["rows"]]),
-            np.array([row["held_out"]["mse"] for row in found["rows"]], float),
-        )
-        for cell, found in reports.items()
-    ]
     with plt.rc_context(_STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.0), constrained_layout=True)
         draw_curves(left, curves, "mean")
@@ -199,7 +193,7 @@ def forgetting(
         left.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:,g}k")
         left.set_xlim(0, max(curve.x[-1] for curve in curves))
         _limit(left, config.task.metrics[0], curves)
-        for index, (cell, found) in enumerate(reports.items()):
+        for index, (label, found) in enumerate(reports.items()):
             look = line_style(index)
             before = np.sort(np.ravel(found["before"]))
             after = np.sort(np.concatenate([lane for lane in found["after"] if lane] or [[]]))
@@ -212,7 +206,7 @@ def forgetting(
                     color=look["color"],
                     linestyle=":" if thin else "-",
                     linewidth=1.2 if thin else 1.8,
-                    label=f"{cell} {'before' if thin else 'after'}",
+                    label=f"{label} {'before' if thin else 'after'}",
                 )
         right.set_xscale("log")
         right.set_ylim(0, 1.02)
@@ -229,7 +223,7 @@ def forgetting(
 def transfer(
     accuracies: Mapping[str, np.ndarray],
     delays: Sequence[int],
-    trained_at: Sequence[int],
+    trained_at: Collection[int],
     chance: float,
     path: Path,
     say: Callable[[str], None],
@@ -239,7 +233,7 @@ def transfer(
     Args:
       accuracies: ``[delays, lanes]`` by run, NaN for a lane that diverged.
       delays: at evaluation.
-      trained_at: the delays of training.
+      trained_at: the different delays of training.
       chance: the accuracy of guessing.
       path: of the PNG.
       say: is told where the figure is, or why there is none.
@@ -254,7 +248,7 @@ def transfer(
             line.set_marker("o")
             line.set_markersize(4)
         _baseline(axes, Metric("accuracy", True, chance, "chance"))
-        for delay in sorted(set(trained_at)):
+        for delay in sorted(trained_at):
             axes.axvline(delay, color="0.6", linewidth=0.8, zorder=0)
             axes.annotate(" trained", (delay, 0.02), color="0.35", fontsize=9)
         axes.set_xscale("log")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +30,27 @@ def run(runs: Mapping[str, Config], directory: Path) -> dict[str, Any] | None:
       directory: where the runs and the report go.
 
     Returns:
-      What ``forgetting.json`` holds, ``{cell: report}``; None if a run was asked to stop.
+      What ``forgetting.json`` holds, ``{cell: report}``, with several learning rates one report
+      for each; None if a run was asked to stop.
     """
     trained = studies.train_all(runs, directory)
     if trained is None:
         return None
-    reports = {cell: report(found) for cell, found in trained.items()}
+    reports, curves = {}, []
+    for cell, found in trained.items():
+        whole, rows = report(found), list(read_rows(directory / cell / "metrics.jsonl"))
+        examples = np.array([row["examples"] for row in rows])
+        errors = np.array([row["held_out"]["mse"] for row in rows], float)
+        for label, lanes in studies.by_rate(cell, found.config).items():
+            reports[label] = {name: values[lanes] for name, values in whole.items()}
+            stars = "*" * reports[label]["mse"].count(None)
+            curves.append(study_figures.Curve(label + stars, examples, errors[:, lanes]))
     studies.write(directory / "forgetting.json", json.dumps(reports, indent=2) + "\n")
     table = markdown(reports)
     studies.write(directory / "forgetting.md", table + "\n")
     say(f"\n{table}\n")
-    for cell, config in runs.items():
-        reports[cell]["rows"] = list(read_rows(directory / cell / "metrics.jsonl"))
-        assert isinstance(config.task, ForgettingTask)
     figure = directory / "figures" / "forgetting.png"
-    first = next(iter(runs.values()))
-    study_figures.forgetting(reports, first, figure, say)
+    study_figures.forgetting(curves, reports, next(iter(runs.values())), figure, say)
     return reports
 
 
@@ -86,7 +90,7 @@ def periods(found: Finished, params: Any) -> list[float]:
 def markdown(reports: Mapping[str, Mapping[str, Any]]) -> str:
     """The table: errors, then the shortest and the median timescale before and after.
 
-    With several lanes the numbers are means. Each lane that diverged is an asterisk and an
+    With several seeds the numbers are means. Each lane that diverged is an asterisk and an
     infinite error; it has no timescales after training.
     """
     head = ("cell", "mse", "shortest before", "median before", "shortest after", "median after")
@@ -96,11 +100,11 @@ def markdown(reports: Mapping[str, Mapping[str, Any]]) -> str:
         row = [cell, f"∞{stars}" if stars else number(_mean(found["mse"]))]
         for moment in ("before", "after"):
             lanes = [lane for lane in found[moment] if lane]
-            row.append(f"{_mean([lane[0] for lane in lanes]):.1f}")
-            row.append(f"{_mean([float(np.median(lane)) for lane in lanes]):.1f}")
+            for of_a_lane in (np.min, np.median):
+                row.append(f"{_mean([of_a_lane(lane) for lane in lanes]):.1f}" if lanes else "-")
         rows.append(row)
     return studies.markdown(head, rows)
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
+def _mean(values: Sequence[Any]) -> float:
+    return float(np.mean(values))

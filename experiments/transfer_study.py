@@ -57,27 +57,31 @@ def run(runs: Mapping[str, Finished], delays: Sequence[int], directory: Path) ->
       directory: where the results go.
 
     Returns:
-      What ``transfer.json`` holds: for each label the delay of training, the seeds, the
-      learning rates and ``{delay: [accuracy of each lane, None if it diverged]}``.
+      What ``transfer.json`` holds: for each label, and each learning rate if a run has several,
+      the delay of training, the lanes (seed, rate) and ``{delay: [accuracy of each lane, None if
+      it diverged]}``.
 
     Raises:
       UserError: if the directory cannot be made.
     """
     first = _task(next(iter(runs.values())))
     studies.make(directory)
-    trained_at = [_task(run).length for run in runs.values()]
-    wanted = set(delays or [first.length * factor for factor in FACTORS]) | set(trained_at)
+    trained_at = {_task(run).length for run in runs.values()}
+    wanted = set(delays or [first.length * factor for factor in FACTORS]) | trained_at
     results: dict[str, Any] = {}
     for label, found in runs.items():
-        accuracy = {}
+        rates = studies.by_rate(label, found.config)
+        for name, lanes in rates.items():
+            results[name] = {
+                "trained_at": _task(found).length,
+                "lanes": found.config.training.lanes[lanes],
+                "accuracy": {},
+            }
         for delay in sorted(wanted):
-            accuracy[str(delay)] = accuracies(found, delay)
-            say(f"{label}, delay {delay}: accuracy {_cell(accuracy[str(delay)])}")
-        results[label] = {
-            "trained_at": _task(found).length,
-            "lanes": found.config.training.lanes,
-            "accuracy": accuracy,
-        }
+            accuracy = accuracies(found, delay)
+            for name, lanes in rates.items():
+                results[name]["accuracy"][str(delay)] = accuracy[lanes]
+                say(f"{name}, delay {delay}: accuracy {_cell(accuracy[lanes])}")
     studies.write(directory / "transfer.json", json.dumps(results, indent=2) + "\n")
     table = markdown(results)
     studies.write(directory / "transfer.md", table + "\n")

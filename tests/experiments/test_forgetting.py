@@ -112,21 +112,27 @@ def test_a_study(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
 
     reports = json.loads((tmp_path / "forgetting.json").read_text())
-    assert list(reports) == ["lstm", "ur_lstm"]
+    good, bad = " rate 0.001", " rate 1e+30"
+    assert list(reports) == ["lstm" + good, "lstm" + bad, "ur_lstm" + good, "ur_lstm" + bad]
     rows = []
-    for cell, found in reports.items():
+    for cell in runs:
         assert build_cell(runs[cell].model).features == 4
+        found, diverged = reports[cell + good], reports[cell + bad]
         summary = json.loads((tmp_path / cell / "summary.json").read_text())
         mse = summary["metrics"]["mse"]["per_run"][0]["value"]
-        assert found["mse"] == [mse, None]
-        assert [len(lane) for lane in found["before"]] == [4, 4]
-        assert [len(lane) for lane in found["after"]] == [4, 0]  # the second lane diverged
-        assert found["before"][0] == found["before"][1] != found["after"][0]
+        assert (found["mse"], diverged["mse"]) == ([mse], [None])
+        assert len(found["before"][0]) == len(found["after"][0]) == 4
+        assert found["before"] == diverged["before"] != found["after"]
+        assert diverged["after"] == [[]]
         before, after = found["before"][0], found["after"][0]
         assert before == sorted(before)
         middle = [sum(lane[1:3]) / 2 for lane in (before, after)]
-        times = f"{before[0]:.1f} {middle[0]:.1f} {after[0]:.1f} {middle[1]:.1f}"
-        rows.append([cell, "∞*", *times.split()])
+        early, late = (
+            [f"{periods[0]:.1f}", f"{median:.1f}"]
+            for periods, median in zip((before, after), middle, strict=True)
+        )
+        rows.append([cell + good, f"{mse:.4f}", *early, *late])
+        rows.append([cell + bad, "∞*", *early, "-", "-"])
     table = (tmp_path / "forgetting.md").read_text()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     assert cells[2:] == rows
@@ -136,8 +142,10 @@ def test_a_study(tmp_path, monkeypatch, capsys):
     curves, scales = shown[-1].axes
     last = json.loads((tmp_path / "lstm" / "metrics.jsonl").read_text().splitlines()[-1])
     assert curves.lines[0].get_ydata()[-1] == last["held_out"]["mse"][0]
-    np.testing.assert_array_equal(scales.lines[3].get_xdata(), reports["ur_lstm"]["after"][0])
-    np.testing.assert_array_equal(scales.lines[3].get_ydata(), [0.25, 0.5, 0.75, 1])
+    line = scales.lines[5]
+    assert line.get_label() == f"ur_lstm{good} after"
+    np.testing.assert_array_equal(line.get_xdata(), reports["ur_lstm" + good]["after"][0])
+    np.testing.assert_array_equal(line.get_ydata(), [0.25, 0.5, 0.75, 1])
 
     timescale_study.run(runs, tmp_path)  # finished: nothing is trained again
     assert "step 2/4" not in capsys.readouterr().out

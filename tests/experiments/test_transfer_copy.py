@@ -89,22 +89,26 @@ def test_finished_runs_become_one_table(runs, tmp_path, monkeypatch, capsys):
     )
     printed = capsys.readouterr().out
     results = json.loads((tmp_path / "transfer.json").read_text())
-    assert list(results) == ["gru", "gru detach 0.25"]
-    one, four = results.values()
-    assert one["trained_at"] == four["trained_at"] == 4
+    labels = ["gru", "gru detach 0.25 rate 0.01", "gru detach 0.25 rate 1e+30"]
+    assert list(results) == labels
+    one, two, bad = results.values()
+    assert one["trained_at"] == two["trained_at"] == bad["trained_at"] == 4
     assert one["lanes"] == [[0, 1e-2]]
-    assert four["lanes"] == [[0, 1e-2], [1, 1e-2], [0, 1e30], [1, 1e30]]
-    assert list(one["accuracy"]) == list(four["accuracy"]) == ["4", "6", "9"]
+    assert two["lanes"] == [[0, 1e-2], [1, 1e-2]]
+    assert bad["lanes"] == [[0, 1e30], [1, 1e30]]
+    whole = studies.finished(runs / "detached")
 
     rows = []
     for delay in ("4", "6", "9"):
-        a, b = four["accuracy"][delay][:2]
-        assert four["accuracy"][delay][2:] == [None, None]
+        a, b = two["accuracy"][delay]
+        assert [a, b, None, None] == transfer_study.accuracies(whole, int(delay))
+        assert bad["accuracy"][delay] == [None, None]
         alone = f"{100 * one['accuracy'][delay][0]:.2f}"
-        rows.append([delay, alone, f"- [-, {100 * max(a, b):.2f}]**"])
+        mean, *ends = (f"{100 * value:.2f}" for value in ((a + b) / 2, min(a, b), max(a, b)))
+        rows.append([delay, alone, f"{mean} [{ends[0]}, {ends[1]}]", "- [-, -]**"])
     table = (tmp_path / "transfer.md").read_text()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-    assert cells[0] == ["delay", "gru", "gru detach 0.25"]
+    assert cells[0] == ["delay", *labels]
     assert cells[2:] == rows
     assert table in printed
 

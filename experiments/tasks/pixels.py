@@ -18,6 +18,7 @@ from experiments import datasets
 from experiments.config import UserError
 from experiments.models import Decoder, SequenceModel
 from experiments.tasks import Batch, Metric
+from experiments.tasks.permutation import permuted
 
 _SOURCES = {
     "digits": "digits",
@@ -202,9 +203,7 @@ class PixelsTask:
         images, labels = data["train"]
         per_epoch = len(images) // size
         epoch_key = jax.random.fold_in(key, step // per_epoch)
-        # One sort, half of what jax.random.permutation takes; equal bits are rare and do no harm.
-        order = jnp.argsort(jax.random.bits(epoch_key, (len(images),)))
-        chosen = jax.lax.dynamic_slice_in_dim(order, step % per_epoch * size, size)
+        chosen = permuted(epoch_key, step % per_epoch * size + jnp.arange(size), len(images))
         return Batch(jnp.swapaxes(images[chosen], 0, 1), labels[chosen][None])
 
     def score(self, outputs: jax.Array, batch: Batch) -> dict[str, jax.Array]:

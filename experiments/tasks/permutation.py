@@ -1,0 +1,51 @@
+"""A random permutation that costs what is asked of it, and not what it could be asked."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+_ROUNDS = 16
+
+
+def permuted(key: jax.Array, indices: jax.Array, count: int) -> jax.Array:
+    """The values of a random permutation of ``range(count)`` at some indices.
+
+    A Feistel network on the bits of ``count - 1``, applied again to what falls outside the range
+    (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", cycle walking). Sorting
+    random numbers would take the time of all ``count`` values for each batch.
+
+    Args:
+      key: decides the permutation.
+      indices: int ``[...]``, each at least 0 and below ``count``.
+      count: at most ``2**32``.
+
+    Returns:
+      uint32 ``[...]``, below ``count``; different for different indices.
+    """
+    bits = (count - 1).bit_length()
+    low, high = bits // 2, bits - bits // 2
+    low_mask, high_mask = (jnp.uint32((1 << width) - 1) for width in (low, high))
+    keys = jax.random.bits(key, (_ROUNDS,), jnp.uint32)
+
+    def network(x: jax.Array) -> jax.Array:
+        left, right = x >> low, x & low_mask
+        for first in range(0, _ROUNDS, 2):
+            left ^= _mixed(right ^ keys[first]) & high_mask
+            right ^= _mixed(left ^ keys[first + 1]) & low_mask
+        return left << low | right
+
+    def walk(at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x, outside = at
+        x = jnp.where(outside, network(x), x)
+        return x, x > jnp.uint32(count - 1)
+
+    start = indices.astype(jnp.uint32), jnp.full(indices.shape, True)
+    return jax.lax.while_loop(lambda at: at[1].any(), walk, start)[0]
+
+
+def _mixed(x: jax.Array) -> jax.Array:
+    """uint32 -> uint32, every bit of the result depends on all of x (MurmurHash3's finaliser)."""
+    x = (x ^ x >> 16) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ x >> 13) * jnp.uint32(0xC2B2AE35)
+    return x ^ x >> 16

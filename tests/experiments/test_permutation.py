@@ -1,0 +1,35 @@
+"""Random permutations of which only some values are computed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from experiments.tasks.permutation import permuted
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 1293, 54_000])
+def test_every_value_comes_once(count):
+    found = jax.jit(permuted, static_argnums=2)(jax.random.key(0), jnp.arange(count), count)
+    np.testing.assert_array_equal(np.sort(found), np.arange(count))
+
+
+def test_some_indices_give_what_all_give():
+    key, count = jax.random.key(1), 1293
+    whole = permuted(key, jnp.arange(count), count)
+    indices = jnp.array([[1292, 0], [640, 641]])
+    np.testing.assert_array_equal(permuted(key, indices, count), whole[indices])
+
+
+def test_all_pairs_of_values_are_equally_likely():
+    """Of 30,000 permutations, at two neighbouring places and at two distant ones."""
+    count, draws = 50, 30_000
+    keys = jax.random.split(jax.random.key(2), draws)
+    for places in ([0, 1], [49, 3]):
+        at = jnp.array(places)
+        drawn = jax.jit(jax.vmap(lambda key, at=at: permuted(key, at, count)))(keys)
+        first, second = np.asarray(drawn, int).T
+        pairs = np.bincount(first * count + second, minlength=count**2).reshape(count, count)
+        assert (np.diag(pairs) == 0).all()
+        assert stats.chisquare(pairs[~np.eye(count, dtype=bool)]).pvalue > 1e-3

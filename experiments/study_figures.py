@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -92,15 +92,15 @@ def draw_curves(axes: Any, curves: Sequence[Curve], style: str) -> None:
             axes.fill_between(curve.x, lower, upper, color=look["color"], alpha=0.18, linewidth=0)
 
 
-def _baseline(axes: Any, metric: Metric) -> None:
+def _baseline(axes: Any, metric: Metric, side: Literal["left", "right"] = "right") -> None:
     axes.axhline(metric.baseline, color="0.45", linestyle="--", linewidth=1, zorder=0)
     axes.annotate(
         f"{metric.baseline_name} ({metric.baseline:.3g})",
-        (1, metric.baseline),
+        (0.06 if side == "left" else 1, metric.baseline),
         xycoords=("axes fraction", "data"),
         xytext=(0, -12 if metric.higher_is_better else 3),  # on the side without lines
         textcoords="offset points",
-        ha="right",
+        ha=side,
         color="0.35",
         fontsize=9,
     )
@@ -247,7 +247,7 @@ def transfer(
         for line in axes.lines:
             line.set_marker("o")
             line.set_markersize(4)
-        _baseline(axes, Metric("accuracy", True, chance, "chance"))
+        _baseline(axes, Metric("accuracy", True, chance, "chance"), "left")
         for delay in sorted(trained_at):
             axes.axvline(delay, color="0.6", linewidth=0.8, zorder=0)
             axes.annotate(" trained", (delay, 0.02), color="0.35", fontsize=9)

@@ -46,9 +46,7 @@ class Entry(NamedTuple):
     @property
     def lanes(self) -> slice:
         """Which lanes of the run have this rate."""
-        training = self.config.training
-        first = training.learning_rates.index(self.rate) * training.seeds
-        return slice(first, first + training.seeds)
+        return self.config.training.lanes_by_rate[self.rate]
 
 
 def run(workdirs: Sequence[Path], style: str, figure: Path) -> str:

@@ -27,7 +27,7 @@ class ModelConfig:
       init: start of the cell's parameters: ``"torch"`` (U(±1/sqrt(F)) for every leaf) or
         ``"library"`` (the cell's own).
       bias_vectors: 1, or 2 as torch counts.
-      forget_bias: where the bias of a plain forget gate starts.
+      forget_bias: where the bias of a plain forget gate starts; None where the task says that.
       reset: a GRU's reset gate: ``"after"`` or ``"before"`` the recurrent product.
       downsize: C, units per master gate.
       tmax: chrono initialisation's longest dependency, in steps.
@@ -119,6 +119,12 @@ class TrainingConfig:
         """(seed, learning rate) of every lane."""
         seeds = range(self.seed, self.seed + self.seeds)
         return [(seed, rate) for rate in self.learning_rates for seed in seeds]
+
+    @property
+    def lanes_by_rate(self) -> dict[float, slice]:
+        """Which lanes have each learning rate."""
+        n = self.seeds
+        return {rate: slice(n * i, n * i + n) for i, rate in enumerate(self.learning_rates)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,7 +61,7 @@ def learning_curve(config: Config, work: Workdir, say: Callable[[str], None]) ->
         for axes in (above, below):
             axes.grid(alpha=0.25, linewidth=0.6)
         if len(labels) > 1 or any(diverged):
-            note = "\n(* a seed diverged)" if any(diverged) else ""
+            note = "\n(*: a seed that diverged)" if any(diverged) else ""
             above.legend(frameon=False, title=f"learning rate{note}")
         figure.suptitle(_title(config), x=0.01, ha="left", fontsize=11)
         path = work.path / "figures" / "learning_curve.png"
@@ -76,11 +76,8 @@ def _table(values: list[list[float | None]]) -> np.ndarray:
 
 def _labels(config: Config, diverged: Sequence[bool]) -> list[str]:
     """Each learning rate with an asterisk for each seed that diverged."""
-    seeds = config.training.seeds
-    return [
-        f"{rate:g}" + "*" * sum(diverged[index * seeds : (index + 1) * seeds])
-        for index, rate in enumerate(config.training.learning_rates)
-    ]
+    found = config.training.lanes_by_rate
+    return [f"{rate}" + "*" * sum(diverged[lanes]) for rate, lanes in found.items()]
 
 
 def _curves(
@@ -88,10 +85,10 @@ def _curves(
 ) -> None:
     """One line and band for each learning rate; lanes are ordered by rate, then seed."""
     seeds = config.training.seeds
-    for index, label in enumerate(labels):
-        lanes = np.ma.masked_invalid(table[:, index * seeds : (index + 1) * seeds])
+    for index, of_rate in enumerate(config.training.lanes_by_rate.values()):
+        lanes = np.ma.masked_invalid(table[:, of_rate])
         colour = _COLOURS[index % len(_COLOURS)]
-        axes.plot(x, lanes.mean(axis=1), color=colour, linewidth=1.8, label=label)
+        axes.plot(x, lanes.mean(axis=1), color=colour, linewidth=1.8, label=labels[index])
         if seeds > 1:
             axes.fill_between(
                 x, lanes.min(axis=1), lanes.max(axis=1), color=colour, alpha=0.2, linewidth=0

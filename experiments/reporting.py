@@ -81,7 +81,7 @@ class TensorBoard:
 
     def __init__(self, directory: Path, config: Config, step: int) -> None:
         lanes = config.training.lanes
-        self._names = [f"seed_{seed}_rate_{rate:g}" for seed, rate in lanes]
+        self._names = [f"seed_{seed}_rate_{rate}" for seed, rate in lanes]
         self._writer: Any = None
         try:
             from tensorboardX import SummaryWriter

@@ -55,10 +55,10 @@ class Finished(NamedTuple):
 
 
 def by_rate(label: str, config: Config) -> dict[str, slice]:
-    """The lanes of each learning rate; if there are several, the label says which."""
-    rates, seeds = config.training.learning_rates, config.training.seeds
-    labels = [f"{label} rate {rate:g}" for rate in rates] if len(rates) > 1 else [label]
-    return {text: slice(i * seeds, (i + 1) * seeds) for i, text in enumerate(labels)}
+    """``{label: slice}``: the lanes of each learning rate; of several each is in its label."""
+    lanes = config.training.lanes_by_rate
+    several = len(lanes) > 1
+    return {f"{label} rate {rate}" if several else label: lanes[rate] for rate in lanes}
 
 
 def recorded_config(workdir: str | Path) -> Config:

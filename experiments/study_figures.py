@@ -22,6 +22,9 @@ _STYLE: dict[Any, Any] = {
 }
 
 
+_THICKNESS = {"before": 0.8, "after": 1.8}  # of lines that stand for before and after training
+
+
 class Curve(NamedTuple):
     """A line of a comparison.
 
@@ -193,29 +196,32 @@ def forgetting(
         left.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:,g}k")
         left.set_xlim(0, max(curve.x[-1] for curve in curves))
         _limit(left, config.task.metrics[0], curves)
-        for index, (label, found) in enumerate(reports.items()):
-            look = line_style(index)
-            before = np.sort(np.ravel(found["before"]))
-            after = np.sort(np.concatenate([lane for lane in found["after"] if lane] or [[]]))
-            for periods, thin in ((before, True), (after, False)):
-                share = np.arange(1, len(periods) + 1) / max(1, len(periods))
+        for index, found in enumerate(reports.values()):
+            for moment, thickness in _THICKNESS.items():
+                periods = np.sort(np.concatenate(found[moment]))
+                if not len(periods):
+                    continue  # every seed diverged
+                share = np.arange(1, len(periods) + 1) / len(periods)
                 right.step(
                     periods,
                     share,
                     where="post",
-                    color=look["color"],
-                    linestyle=":" if thin else "-",
-                    linewidth=1.2 if thin else 1.8,
-                    label=f"{label} {'before' if thin else 'after'}",
+                    linewidth=thickness,
+                    **line_style(index),
                 )
         right.set_xscale("log")
         right.set_ylim(0, 1.02)
         right.set_xlabel("timescale 1 / (1 - f) of a unit, steps")
         right.set_ylabel("share of units with at most this")
-        right.legend(fontsize=8.5)
+        grey = {
+            f"{moment} training": plt.Line2D([], [], color="0.45", linewidth=thickness)
+            for moment, thickness in _THICKNESS.items()
+        }
+        right.legend(grey.values(), grey.keys(), fontsize=8.5)
+        _legend(figure, [curve.label for curve in curves])
         for axes in (left, right):
             axes.grid(alpha=0.25, linewidth=0.6)
-        title = f"{config.task.name}  ·  protocol {config.protocol}  ·  {_lanes(config)}"
+        title = f"{config.task.name}  ·  protocol {config.protocol}  ·  {_seeds(config)}"
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         _save(plt, figure, path, say)
 
@@ -231,9 +237,9 @@ def transfer(
     """Accuracy against the delay at evaluation, a line for each run (h-detach, Table 1).
 
     Args:
-      accuracies: ``[delays, lanes]`` by run, NaN for a lane that diverged.
+      accuracies: ``[delays, lanes]`` by run, NaN for a lane that diverged (an asterisk).
       delays: at evaluation.
-      trained_at: the different delays of training.
+      trained_at: the delays that runs were trained at.
       chance: the accuracy of guessing.
       path: of the PNG.
       say: is told where the figure is, or why there is none.
@@ -242,7 +248,10 @@ def transfer(
         return
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(6.4, 4.0), constrained_layout=True)
-        curves = [Curve(label, np.array(delays), values) for label, values in accuracies.items()]
+        curves = [
+            Curve(label + "*" * np.isnan(values[0]).sum(), np.array(delays), values)
+            for label, values in accuracies.items()
+        ]
         draw_curves(axes, curves, "mean")
         for line in axes.lines:
             line.set_marker("o")
@@ -263,6 +272,6 @@ def transfer(
         _save(plt, figure, path, say)
 
 
-def _lanes(config: Config) -> str:
-    lanes = config.training.lanes
-    return f"{len(lanes)} runs each" if len(lanes) > 1 else f"seed {lanes[0][0]}"
+def _seeds(config: Config) -> str:
+    training = config.training
+    return f"{training.seeds} seeds each" if training.seeds > 1 else f"seed {training.seed}"

@@ -30,8 +30,8 @@ def run(runs: Mapping[str, Config], directory: Path) -> dict[str, Any] | None:
       directory: where the runs and the report go.
 
     Returns:
-      What ``forgetting.json`` holds, ``{cell: report}``, with several learning rates one report
-      for each; None if a run was asked to stop.
+      What ``forgetting.json`` holds, ``{label: report}``: the label is the cell, and the learning
+      rate if there are several; None if a run was asked to stop.
     """
     trained = studies.train_all(runs, directory)
     if trained is None:
@@ -91,7 +91,7 @@ def markdown(reports: Mapping[str, Mapping[str, Any]]) -> str:
     """The table: errors, then the shortest and the median timescale before and after.
 
     With several seeds the numbers are means. Each lane that diverged is an asterisk and an
-    infinite error; it has no timescales after training.
+    infinite error; it has no timescales after training: if all did, there is a dash.
     """
     head = ("cell", "mse", "shortest before", "median before", "shortest after", "median after")
     rows = []
@@ -100,8 +100,8 @@ def markdown(reports: Mapping[str, Mapping[str, Any]]) -> str:
         row = [cell, f"∞{stars}" if stars else number(_mean(found["mse"]))]
         for moment in ("before", "after"):
             lanes = [lane for lane in found[moment] if lane]
-            for of_a_lane in (np.min, np.median):
-                row.append(f"{_mean([of_a_lane(lane) for lane in lanes]):.1f}" if lanes else "-")
+            for statistic in (np.min, np.median):
+                row.append(f"{_mean([statistic(lane) for lane in lanes]):.1f}" if lanes else "-")
         rows.append(row)
     return studies.markdown(head, rows)
 

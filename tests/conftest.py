@@ -1,5 +1,5 @@
 """Settings of the whole test run: the CPU, strict promotion, float64 on request, reproducible
-hypothesis."""
+hypothesis, memory."""
 
 import os
 
@@ -33,7 +33,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """Drops what a file compiled: thousands of programs slow down the collector of garbage."""
+    """Drops what a file compiled: thousands of programs slow down the garbage collector."""
     yield
     jax.clear_caches()
     gc.collect()

@@ -92,6 +92,7 @@ def _cell_settings(
     has = {
         "init": True,
         "bias_vectors": hasattr(cell, "bias_vectors"),
+        # With --gate_bias the task sets every forget gate's bias.
         "forget_bias": name in ("lstm", "janet") and "gate_bias" not in settings,
         "reset": name == "gru",  # every other gated GRU resets before the product
         "downsize": gate is not None and gate.master,

@@ -1,4 +1,4 @@
-"""A random permutation that costs what is asked of it, and not what it could be asked."""
+"""Some values of a random permutation, without forming the rest."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ _ROUNDS = 16
 def permuted(key: jax.Array, indices: jax.Array, count: int) -> jax.Array:
     """The values of a random permutation of ``range(count)`` at some indices.
 
-    A Feistel network on the bits of ``count - 1``, applied again to what falls outside the range
-    (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", cycle walking). Sorting
-    random numbers would take the time of all ``count`` values for each batch.
+    A Feistel network on numbers of as many bits as ``count - 1``, applied again to what falls
+    outside the range (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", cycle
+    walking). Sorting random numbers would take the time of all ``count`` values for each batch.
+    It is pseudo-random: of ten values or fewer some permutations are likelier than others.
 
     Args:
       key: decides the permutation.
-      indices: int ``[...]``, each at least 0 and below ``count``.
-      count: at most ``2**32``.
+      indices: int ``[...]``, each at least 0 and below ``count``; with others it may not return.
+      count: at least 1, at most ``2**32``.
 
     Returns:
       uint32 ``[...]``, below ``count``; different for different indices.
@@ -45,7 +46,7 @@ def permuted(key: jax.Array, indices: jax.Array, count: int) -> jax.Array:
 
 
 def _mixed(x: jax.Array) -> jax.Array:
-    """uint32 -> uint32, every bit of the result depends on all of x (MurmurHash3's finaliser)."""
+    """uint32 -> uint32; every bit of the result depends on all of x (MurmurHash3's finaliser)."""
     x = (x ^ x >> 16) * jnp.uint32(0x85EBCA6B)
     x = (x ^ x >> 13) * jnp.uint32(0xC2B2AE35)
     return x ^ x >> 16

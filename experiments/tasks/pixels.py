@@ -203,7 +203,9 @@ class PixelsTask:
         images, labels = data["train"]
         per_epoch = len(images) // size
         epoch_key = jax.random.fold_in(key, step // per_epoch)
-        chosen = permuted(epoch_key, step % per_epoch * size + jnp.arange(size), len(images))
+        first = step % per_epoch * size
+        indices = first + jnp.arange(size, dtype=first.dtype)
+        chosen = permuted(epoch_key, indices, len(images))
         return Batch(jnp.swapaxes(images[chosen], 0, 1), labels[chosen][None])
 
     def score(self, outputs: jax.Array, batch: Batch) -> dict[str, jax.Array]:

@@ -70,6 +70,7 @@ def test_settings_are_the_papers():
         "gate_bias": 6.0,
     }
     assert ur["model"]["hidden_size"] == 64
+    assert ur["model"]["forget_bias"] is None  # it is the task's
     assert ur["training"]["learning_rates"] == [1e-4]
     assert ur["training"]["steps"] == 10_000
 
@@ -142,8 +143,15 @@ def test_a_study(tmp_path, monkeypatch, capsys):
     curves, scales = shown[-1].axes
     last = json.loads((tmp_path / "lstm" / "metrics.jsonl").read_text().splitlines()[-1])
     assert curves.lines[0].get_ydata()[-1] == last["held_out"]["mse"][0]
-    line = scales.lines[5]
-    assert line.get_label() == f"ur_lstm{good} after"
+    legend = [text.get_text() for text in shown[-1].legends[0].texts]
+    assert legend == [f"lstm{good}", f"lstm{bad}*", f"ur_lstm{good}", f"ur_lstm{bad}*"]
+    errors = [line.get_ydata() for line in curves.lines[:4]]
+    assert np.isnan(errors[1][1:]).all()
+    assert np.isnan(errors[3][1:]).all()
+    last = json.loads((tmp_path / "ur_lstm" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert errors[2][-1] == last["held_out"]["mse"][0]
+    assert len(scales.lines) == 6  # a rate that diverged has no timescales after training
+    line = scales.lines[4]
     np.testing.assert_array_equal(line.get_xdata(), reports["ur_lstm" + good]["after"][0])
     np.testing.assert_array_equal(line.get_ydata(), [0.25, 0.5, 0.75, 1])
 

@@ -12,7 +12,7 @@ import pytest
 from flax import linen as nn
 from matplotlib.figure import Figure
 
-from experiments import copy, flags, reporting, train
+from experiments import copy, figures, flags, reporting, studies, train
 from experiments.learner import Learner
 from experiments.tasks import Batch, Metric
 from tests.experiments.support import assert_same_bits, binary, leaves, tiny
@@ -169,6 +169,15 @@ def test_a_diverged_lane_stops_no_other(one_by_one, tmp_path, shown, capsys, mon
 
     legends = [[text.get_text() for text in f.axes[0].get_legend().texts] for f in shown]
     assert legends == [["0.001", "1e+30*"], ["0.001", "0.002"]]
+
+
+def test_rates_have_their_own_lanes_and_labels():
+    config = tiny(seeds=2, learning_rates=(1e-3, 1.0000001e-3))  # equal in six digits
+    diverged = [False, True, True, True]
+    assert figures._labels(config, diverged) == ["0.001*", "0.0010000001**"]
+    found = studies.by_rate("gru", config)
+    assert found == {"gru rate 0.001": slice(0, 2), "gru rate 0.0010000001": slice(2, 4)}
+    assert studies.by_rate("gru", tiny(seeds=2)) == {"gru": slice(0, 2)}
 
 
 def test_a_loss_beyond_return_has_diverged():

@@ -116,6 +116,11 @@ def test_finished_runs_become_one_table(runs, tmp_path, monkeypatch, capsys):
     line = shown[-1].axes[0].lines[0]
     np.testing.assert_array_equal(line.get_xdata(), [4, 6, 9])
     np.testing.assert_array_equal(line.get_ydata(), [v[0] for v in one["accuracy"].values()])
+    means = np.array([values for values in two["accuracy"].values()]).mean(axis=1)
+    np.testing.assert_allclose(shown[-1].axes[0].lines[1].get_ydata(), means, rtol=1e-12)
+    assert np.isnan(shown[-1].axes[0].lines[2].get_ydata()).all()
+    legend = [text.get_text() for text in shown[-1].axes[0].get_legend().texts]
+    assert legend == [*labels[:2], labels[2] + "**"]
     assert "chance (0.1)" in {text.get_text() for text in shown[-1].axes[0].texts}
 
 

@@ -1,5 +1,5 @@
 # make copy       install, then train GATO on the copy task (minutes on two cores)
-# make test       install, then lint, type-check and run the tests (15 to 20 minutes on two cores)
+# make test       install, then lint, type-check and run the tests (13 minutes on two idle cores)
 # make test-all   the same with the full product of options instead of a covering array
 # make test-gpu   the tests that need a GPU
 # make test-cuda  compile every backend for an H100, on any machine (installs JAX's CUDA plugin)

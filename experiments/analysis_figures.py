@@ -187,34 +187,45 @@ def _band(
     return float(values.min()), float(values.max())
 
 
-def gate_histograms(means: Mapping[str, np.ndarray], title: str, path: Path) -> None:
-    """Histograms of gate activations, one panel a gate (UR-gates, Fig. 4).
+def gate_histograms(
+    moments: Mapping[str, Mapping[str, np.ndarray]], title: str, path: Path
+) -> None:
+    """Histograms of gate activations, a row for each moment, a column a gate (UR-gates, Fig. 4).
 
     Args:
-      means: ``{gate: averages over time and batch, a number for each unit}``.
+      moments: ``{moment: {gate: averages over time and batch, a number for each unit}}``, the
+        same gates at each.
       title: what was measured.
       path: of the PNG.
     """
     plt = _pyplot()
+    rows, columns = len(moments), len(next(iter(moments.values())))
     with plt.rc_context(_STYLE):
-        count = len(means)
-        figure, row = plt.subplots(
-            1, count, figsize=(max(5.0, 2.7 * count), 2.9), constrained_layout=True
+        figure, grid = plt.subplots(
+            rows,
+            columns,
+            figsize=(max(5.0, 2.7 * columns), 0.5 + 2.4 * rows),
+            squeeze=False,
+            sharex="col",
+            constrained_layout=True,
         )
-        for axes, (name, values) in zip(np.atleast_1d(row), means.items(), strict=True):
-            signed = values.min() < 0
-            axes.hist(
-                values,
-                bins=50,
-                range=(-1, 1) if signed else (0, 1),
-                color=_BLUE,
-                edgecolor="white",
-                linewidth=0.3,
-            )
-            axes.set_xlim(-1 if signed else 0, 1)
-            axes.set_title("candidate u" if name == "u" else f"gate {name}", loc="left")
+        for index, (moment, means) in enumerate(moments.items()):
+            grid[index, 0].set_ylabel(f"units, {moment}" if moment else "units")
+            for axes, (name, values) in zip(grid[index], means.items(), strict=True):
+                signed = min(whole[name].min() for whole in moments.values()) < 0
+                axes.hist(
+                    values,
+                    bins=50,
+                    range=(-1, 1) if signed else (0, 1),
+                    color=_BLUE,
+                    edgecolor="white",
+                    linewidth=0.3,
+                )
+                axes.set_xlim(-1 if signed else 0, 1)
+                if not index:
+                    axes.set_title("candidate u" if name == "u" else f"gate {name}", loc="left")
+        for axes in grid[-1]:
             axes.set_xlabel("mean activation of a unit")
-        np.atleast_1d(row)[0].set_ylabel("units")
         _heading(figure, title)
         _save(figure, path)
 

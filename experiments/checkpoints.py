@@ -59,7 +59,7 @@ class Checkpoints:
         steps = sorted(self._manager.all_steps(), reverse=True)
         damaged: list[Path] = []
         for step in steps:
-            state = self._read(step, like)
+            state = self.read(step, like)
             if state is not None:
                 for path in damaged:
                     say(f"warning: the checkpoint {path} is damaged; going on from step {step}.")
@@ -76,7 +76,13 @@ class Checkpoints:
             )
         return None
 
-    def _read(self, step: int, like: T) -> T | None:
+    def read(self, step: int, like: T) -> T | None:
+        """The state of a step; None if it is missing, damaged or of another structure.
+
+        Args:
+          step: whose state it is.
+          like: a state of the same structure, arrays or shapes.
+        """
         leaves = {
             name: np.empty(leaf.shape, leaf.dtype) for name, leaf in _named_leaves(like).items()
         }

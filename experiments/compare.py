@@ -26,12 +26,15 @@ class Wish:
     workdirs: tuple[Path, ...]
     style: str
     figure: Path
+    metric: str | None
 
 
 def _define() -> flags.FlagValues:
     values = flags.FlagValues()
     style = "the line and band over seeds: mean and range, or median and quartiles"
     absl_flags.DEFINE_enum("style", "mean", ["mean", "median"], style, flag_values=values)
+    metric = "one of the task's metrics, or train_loss; default: the task's headline"
+    absl_flags.DEFINE_string("metric", None, metric, flag_values=values)
     figure = "where the figure goes; default: runs/comparison.png"
     absl_flags.DEFINE_string("figure", "runs/comparison.png", figure, flag_values=values)
     return values
@@ -45,10 +48,11 @@ def parse(argv: Sequence[str]) -> Wish:
     """
     values = _define()
     workdirs = values(list(argv))[1:]
+    flags.check_given({name: values[name].value for name in values})
     if not workdirs:
         raise absl_flags.Error("Name at least one workdir, such as runs/adding/gato-small-*.")
     style, figure = str(values["style"].value), Path(str(values["figure"].value))
-    return Wish(tuple(map(Path, workdirs)), style, figure)
+    return Wish(tuple(map(Path, workdirs)), style, figure, values["metric"].value)
 
 
 def main() -> None:
@@ -70,7 +74,7 @@ def main() -> None:
         from experiments.config import UserError
 
         try:
-            comparison.run(wish.workdirs, wish.style, wish.figure)
+            comparison.run(wish.workdirs, wish.style, wish.figure, wish.metric)
         except UserError as error:
             flags.fail("compare", str(error))
 

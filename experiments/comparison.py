@@ -15,6 +15,7 @@ from experiments.study_figures import Curve
 from experiments.tasks import Metric
 from experiments.workdir import Workdir, read_rows
 
+_TRAIN_LOSS = "train_loss"  # as the rows of a workdir call it
 _QUIET = {"cell", "seed", "seeds", "steps", "learning_rates", "backend"}  # shown otherwise, or not
 
 
@@ -25,10 +26,12 @@ class Entry(NamedTuple):
       workdir: of the run.
       config: of the run.
       rate: the learning rate.
-      rows: its evaluations.
-      watched: the set that these are on: ``"held_out"`` or ``"validation"``.
-      finished: whether the values are the run's results, or those of its last evaluation.
-      values: of each seed, None for one that diverged.
+      metric: what is compared.
+      watched: what it was measured on: ``"held_out"``, ``"validation"`` or ``"training"``.
+      rows: the run's evaluations.
+      curve: the metric at each, of each seed, None for one that diverged.
+      finished: whether the run is.
+      values: of each seed: a finished run's results, else those of the last evaluation.
       parameters: of the recurrent layer.
       seconds: of training, all learning rates together.
     """
@@ -36,42 +39,40 @@ class Entry(NamedTuple):
     workdir: Path
     config: Config
     rate: float
-    rows: list[dict[str, Any]]
+    metric: Metric
     watched: str
+    rows: list[dict[str, Any]]
+    curve: list[list[float | None]]
     finished: bool
     values: list[float | None]
     parameters: int
     seconds: float
 
-    @property
-    def lanes(self) -> slice:
-        """Which lanes of the run have this rate."""
-        return self.config.training.lanes_by_rate[self.rate]
 
-
-def run(workdirs: Sequence[Path], style: str, figure: Path) -> str:
+def run(workdirs: Sequence[Path], style: str, figure: Path, wanted: str | None = None) -> str:
     """Prints the table and draws the figure.
 
     Args:
       workdirs: of the runs.
       style: ``"mean"`` (with range) or ``"median"`` (with quartiles): lines over seeds.
       figure: path of the PNG.
+      wanted: the metric: one of the task's or ``"train_loss"``; None: the task's headline.
 
     Returns:
       The table.
 
     Raises:
-      UserError: if a directory is not a workdir or has no evaluation yet, or if the runs are
-        of different tasks or metrics.
+      UserError: if a directory is not a workdir or has no evaluation yet, if the runs are
+        of different tasks or metrics, or have no such metric.
     """
-    entries = [entry for workdir in workdirs for entry in read(workdir)]
+    entries = [entry for workdir in workdirs for entry in read(workdir, wanted)]
     tasks = {entry.config.task.name: None for entry in entries}
     if len(tasks) > 1:
         raise UserError(f"these runs are of different tasks: {' and '.join(tasks)}.")
-    metrics = {entry.config.task.metrics[0].name: None for entry in entries}
+    metrics = {entry.metric.name: None for entry in entries}
     if len(metrics) > 1:
         raise UserError(f"these runs have different metrics: {' and '.join(metrics)}.")
-    metric = entries[0].config.task.metrics[0]
+    metric = entries[0].metric
     table = markdown(entries, metric)
     say(f"{table}\n")
     labels = _names(entries)
@@ -82,9 +83,9 @@ def run(workdirs: Sequence[Path], style: str, figure: Path) -> str:
         ]
     title = "  ·  ".join([next(iter(tasks)), _band_name(entries, style)])
     study_figures.learning_curves(
-        [_curve(entry, metric, label) for entry, label in zip(entries, labels, strict=True)],
+        [_curve(entry, label) for entry, label in zip(entries, labels, strict=True)],
         metric,
-        entries[0].watched.replace("held_out", "held-out"),
+        entries[0].watched.replace("_", "-"),
         style,
         title,
         figure,
@@ -93,41 +94,67 @@ def run(workdirs: Sequence[Path], style: str, figure: Path) -> str:
     return table
 
 
-def read(workdir: Path) -> list[Entry]:
-    """The run in a workdir, once for each learning rate.
+def read(workdir: Path, wanted: str | None = None) -> list[Entry]:
+    """The run in a workdir, once for each learning rate; for ``wanted`` see ``run``.
 
     Raises:
-      UserError: if it is not a workdir, or has no evaluation yet.
+      UserError: if it is not a workdir, has no evaluation yet or no such metric.
     """
     config = studies.recorded_config(workdir)
     work = Workdir(workdir)
-    rows = list(read_rows(work.metrics))
+    metric, rows = _metric(config, wanted), list(read_rows(work.metrics))
+    if wanted == _TRAIN_LOSS:
+        rows = [row for row in rows if row["step"]]  # before the first step there is none
     if not rows:
         raise UserError(f"the run in {workdir} has no evaluation yet.")
-    metric = config.task.metrics[0].name
-    watched = next(name for name, value in rows[-1].items() if isinstance(value, dict))
-    summary = work.summary()
+    if wanted == _TRAIN_LOSS:
+        watched, curve = "training", [row[_TRAIN_LOSS] for row in rows]
+    else:
+        watched = next(name for name, value in rows[-1].items() if isinstance(value, dict))
+        curve = [row[watched][metric.name] for row in rows]
+    values, summary = curve[-1], work.summary()
     if summary is None:
-        values = rows[-1][watched][metric]
         parameters = train.describe(config)["recurrent_parameters"]
     else:
-        values = [lane["value"] for lane in summary["metrics"][metric]["per_run"]]
         parameters = summary["recurrent_parameters"]
-    seconds = sum(row["seconds"] for row in read_rows(work.timing))
-    entries = [
+        if wanted != _TRAIN_LOSS:
+            values = [lane["value"] for lane in summary["metrics"][metric.name]["per_run"]]
+    finished, seconds = summary is not None, sum(row["seconds"] for row in read_rows(work.timing))
+    return [
         Entry(
-            workdir, config, rate, rows, watched, summary is not None, values, parameters, seconds
+            workdir=workdir,
+            config=config,
+            rate=rate,
+            metric=metric,
+            watched=watched,
+            rows=rows,
+            curve=[row[lanes] for row in curve],
+            finished=finished,
+            values=values[lanes],
+            parameters=parameters,
+            seconds=seconds,
         )
-        for rate in config.training.learning_rates
+        for rate, lanes in config.training.lanes_by_rate.items()
     ]
-    return [entry._replace(values=values[entry.lanes]) for entry in entries]
 
 
-def _curve(entry: Entry, metric: Metric, label: str) -> Curve:
-    values = [row[entry.watched][metric.name][entry.lanes] for row in entry.rows]
+def _metric(config: Config, wanted: str | None) -> Metric:
+    known = {metric.name: metric for metric in config.task.metrics}
+    if wanted is None:
+        return config.task.metrics[0]
+    if wanted == _TRAIN_LOSS:
+        return known["loss"]
+    if wanted not in known:
+        raise UserError(
+            f"--metric={wanted}: {config.task.name} has {', '.join(known)} and {_TRAIN_LOSS}."
+        )
+    return known[wanted]
+
+
+def _curve(entry: Entry, label: str) -> Curve:
     star = "*" * entry.values.count(None)
     x = np.array([row["examples"] for row in entry.rows])
-    return Curve(label + star, x, np.array(values, float))
+    return Curve(label + star, x, np.array(entry.curve, float))
 
 
 def _names(entries: Sequence[Entry]) -> list[str]:
@@ -164,7 +191,8 @@ def markdown(entries: Sequence[Entry], metric: Metric) -> str:
 
     A diverged run is infinitely bad: so is a mean over it, and the bound on that side.
     """
-    head = ["cell", "protocol", "parameters", f"{metric.name}: mean [min, max]", "seconds"]
+    what = f"training {metric.name}" if entries[0].watched == "training" else metric.name
+    head = ["cell", "protocol", "parameters", f"{what}: mean [min, max]", "seconds"]
     rows = []
     for name, entry in zip(_names(entries), entries, strict=True):
         step = entry.rows[-1]["step"]

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from typing import Any
+
+import numpy as np
 
 import recurrent_gates as rg
 from experiments.tasks import Task
 from recurrent_gates import initializers
+
+_SMALLEST, _LARGEST = map(float, (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+_RANGE = f"float32 holds {_SMALLEST:.2g} to {_LARGEST:.2g}"
 
 
 class UserError(Exception):
@@ -193,17 +197,20 @@ class Config:
         ):
             if value < least:
                 raise UserError(f"--{name} must be at least {least}, got {value}.")
-        if training.seed + training.seeds > 2**31:
-            raise UserError("--seed and --seeds must stay below 2147483648.")
+        if training.seed + training.seeds > 2**31 or training.steps >= 2**31:
+            raise UserError("--seed and --seeds together, and --steps, must stay below 2147483648.")
         for rate in training.learning_rates:
-            if not (rate > 0 and math.isfinite(rate)):
-                raise UserError(f"A learning rate must be a positive number, got {rate:g}.")
+            if not _SMALLEST <= rate <= _LARGEST:
+                raise UserError(
+                    f"A learning rate must be a positive number, got {rate:g} ({_RANGE})."
+                )
         if not training.learning_rates:
             raise UserError("--learning_rates must name at least one rate.")
         if len(set(training.learning_rates)) < len(training.learning_rates):
             raise UserError("--learning_rates must name each rate once.")
-        if not (training.clip_norm >= 0 and math.isfinite(training.clip_norm)):
-            raise UserError(f"--clip_norm must be at least 0, got {training.clip_norm:g}.")
+        clip = training.clip_norm
+        if clip and not _SMALLEST <= clip <= _LARGEST:
+            raise UserError(f"--clip_norm must be at least 0, got {clip:g} ({_RANGE}).")
         for name in ("detach_prob", "damp_prob", "zoneout_c", "zoneout_h"):
             value = getattr(carry, name)
             if not 0 <= value <= 1:

@@ -1,7 +1,8 @@
 """How a cell's gradients, gates and timescales are: ``python -m experiments.diagnose --cell=lstm``.
 
 Measures GATO's five desiderata, gradient norms along each path, gates and timescales with fresh
-parameters; prints a table, draws figures. ``--figure=gates`` draws the refine gate instead.
+parameters; prints a table, draws figures. ``--workdir=DIR`` measures gradients, gates and
+timescales before and after a run's training; ``--figure=gates`` draws the refine gate instead.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,15 @@ from absl.flags import FlagValues
 
 from experiments import flags
 
+_DEFAULTS: dict[str, Any] = {
+    "cell": "gato",
+    "hidden_size": 32,
+    "in_features": 8,
+    "steps": 200,
+    "draws": 5,
+    "seed": 0,
+}
+_OF_A_RUN = ("workdir", "steps", "out_dir")
 _GAMMAS = ("identity", "tanh", "sigmoid", "cos", "sin")
 _LARGEST = 2**31
 
@@ -24,26 +35,30 @@ def define(values: FlagValues) -> None:
     """The flags of this binary; those of training have no meaning here and are taken back."""
     values.remove_flag_values(list(values))
 
-    def add(define: Any, name: str, default: Any, text: str) -> None:
-        define(name, default, text, flag_values=values)
+    def add(define: Any, name: str, text: str) -> None:
+        define(name, None, text, flag_values=values)
 
     string, integer = flags.flags.DEFINE_string, flags.flags.DEFINE_integer
-    add(string, "cell", "gato", "a name in recurrent_gates.CELLS, or module:Class of your own")
+    add(string, "cell", "a name in recurrent_gates.CELLS, or module:Class; default: gato")
+    add(string, "workdir", "a finished run of an experiment, instead of --cell")
     flags.enum(values, "figure", ["cell", "gates"], "the cell's figures, or the refine gate's")
-    add(integer, "hidden_size", 32, "units of the cell; for GATO 2J")
-    add(integer, "in_features", 8, "width of the inputs, which are N(0, 1)")
-    add(integer, "steps", 200, "length of the runs behind the gradient and gate figures")
-    add(integer, "draws", 5, "how often parameters are drawn")
-    add(integer, "seed", 0, "of parameters and inputs")
-    add(string, "remembered", None, "the field that remembers; default: inferred, and printed")
+    add(integer, "hidden_size", "units of the cell; for GATO 2J; default: 32")
+    add(integer, "in_features", "width of the inputs, which are N(0, 1); default: 8")
+    add(integer, "steps", "length of the runs behind the gradient figure; default: 200")
+    add(integer, "draws", "how often parameters are drawn; default: 5")
+    add(integer, "seed", "of parameters and inputs; default: 0")
+    add(string, "remembered", "the field that remembers; default: inferred, and printed")
     flags.enum(values, "gamma", _GAMMAS, "the map from that field to y; default: inferred")
     add(
         flags.flags.DEFINE_list,
         "recurrent",
-        None,
         "the fields that feed back, with commas; default: inferred",
     )
-    add(string, "out_dir", None, "where figures go; default: runs/diagnose/CELL, or /gates")
+    add(
+        string,
+        "out_dir",
+        "where figures go; default: runs/diagnose/CELL, or /gates, or DIR/figures",
+    )
 
 
 def begin(task: str, given: dict[str, Any]) -> None:
@@ -59,6 +74,11 @@ def begin(task: str, given: dict[str, Any]) -> None:
     del task
     from experiments.config import UserError
 
+    if "workdir" in given:
+        for name in given:
+            if name not in _OF_A_RUN:
+                raise UserError(f"--{name} is for fresh parameters: --workdir has its own.")
+    given = {**_DEFAULTS, **given}
     for name in ("hidden_size", "in_features", "steps", "draws"):
         if not 1 <= given[name] < _LARGEST:
             raise UserError(f"--{name} must be at least 1 and below 2^31, got {given[name]}.")
@@ -66,26 +86,39 @@ def begin(task: str, given: dict[str, Any]) -> None:
         raise UserError(f"--seed must be at least 0 and below 2^31, got {given['seed']}.")
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("Figures need matplotlib: pip install 'recurrent_gates[experiments]'.")
-    gates = given.get("figure") == "gates"
-    cell = None if gates else build(given["cell"], given["hidden_size"])
-    name = "gates" if gates else given["cell"].replace(":", ".")
-    out = Path(given.get("out_dir") or Path("runs", "diagnose", name))
+    measure, default = _measurement(given)
+    out = Path(given.get("out_dir", default))
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out_dir {out} cannot be made: {error.strerror}.") from None
-    from experiments import diagnosis
-
     try:
-        if cell is None:
-            diagnosis.refine_gate(given, out)
-        else:
-            diagnosis.diagnose_cell(cell, given, _reading(given), out)
+        measure(out)
     except OSError as error:
         raise UserError(f"cannot write to --out_dir {out}: {error.strerror}.") from None
     except KeyboardInterrupt:
         print("experiments.diagnose: interrupted.", file=sys.stderr)
         sys.exit(130)
+
+
+def _measurement(given: dict[str, Any]) -> tuple[Callable[[Path], None], Path]:
+    """What measures and draws into a directory, and which one by default.
+
+    Raises:
+      UserError: if there is no such cell or run.
+    """
+    from experiments import diagnosis, studies
+
+    runs = Path("runs", "diagnose")
+    if "workdir" in given:
+        workdir = Path(given["workdir"])
+        found, name, steps = studies.finished(workdir), workdir.resolve().name, given["steps"]
+        return lambda out: diagnosis.diagnose_run(found, name, steps, out), workdir / "figures"
+    if given.get("figure") == "gates":
+        return lambda out: diagnosis.refine_gate(given, out), runs / "gates"
+    cell, reading = build(given["cell"], given["hidden_size"]), _reading(given)
+    directory = runs / given["cell"].replace(":", ".")
+    return lambda out: diagnosis.diagnose_cell(cell, given, reading, out), directory
 
 
 def build(name: str, features: int) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 from experiments import analysis_figures as figures
 from experiments.analysis_figures import shown, verdict
 from experiments.config import UserError
+from experiments.studies import Finished
 from recurrent_gates import (
     GATO,
     GRU,
@@ -46,7 +47,7 @@ def diagnose_cell(cell: Cell, given: Mapping[str, Any], how: Mapping[str, Any], 
     D, T, draws = given["in_features"], given["steps"], given["draws"]
     key = jax.random.key(given["seed"])
     try:
-        _check_memory(cell, draws * T)
+        _check_memory(cell, draws * T, "--steps, --hidden_size or --draws")
         print(f"{given['cell']}: {desiderata.reading(cell, **how).text}\n", flush=True)
         results = desiderata.desiderata(cell, D, key=key, draws=draws, **how)
     except UserError:
@@ -59,32 +60,85 @@ def diagnose_cell(cell: Cell, given: Mapping[str, Any], how: Mapping[str, Any], 
 
     # Parameters one draw after another: see analysis.initial_timescales.
     params = [cell.init_params(k, D) for k in jax.random.split(key, draws)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *params)
+    stacked = _stacked(params)
     xs = jax.random.normal(jax.random.fold_in(key, 2), (draws, T, _GATE_BATCH, D))
     y = jax.eval_shape(lambda p, x: unroll(cell, p, x)[1], params[0], xs[0, :, 0])
     title = f"{given['cell']}  ·  {y.shape[-1]} units  ·  {draws} draws of parameters"
 
     figures.criteria(results, verdicts, f"{title}, times 1 and 3", out / "criteria.png")
     drawn = ["criteria.png"]
-    drawn += _gradient_paths(cell, stacked, xs[:, :, 0], title, out)
-    activations = jax.vmap(lambda p, x: analysis.gate_activations(cell, p, x))(stacked, xs)
-    if not activations:
+    scales = {"parameters as drawn": 1, "parameters times 3": 3}
+    scaled = {name: desiderata.scaled(stacked, scale) for name, scale in scales.items()}
+    drawn += _gradient_paths(
+        cell, {name: (params, xs[:, :, 0]) for name, params in scaled.items()}, title, out
+    )
+    means = _gate_means(cell, stacked, xs)
+    if not means:
         print("\nThis cell names no gates: neither their histograms nor timescales are drawn.")
     else:
-        drawn += _gates(activations, title, out)
-    if "f" in activations:
+        drawn += _gates({"": means}, title, out)
+    if "f" in means:
         drawn += _timescales(cell, key, D, given["cell"], out)
     print("\n" + "\n".join(f"drew {out / name}" for name in drawn))
 
 
-def _check_memory(cell: Any, matrices: int) -> None:
+def diagnose_run(found: Finished, name: str, steps: int, out: Path) -> None:
+    """Measures the cell of a run before and after its training, prints and draws it.
+
+    Gates and timescales are averages over the sequences that the run was evaluated on, gradients
+    those of the first of them.
+
+    Args:
+      found: the run; seeds and learning rates that diverged are left out.
+      name: of the run, for titles.
+      steps: the gradients are those through the first so many steps.
+      out: the directory of the figures.
+
+    Raises:
+      UserError: if all of it diverged, or the Jacobians need too much memory.
+    """
+    cell, learner = found.learner.cell, found.learner
+    lanes = [lane for lane, diverged in enumerate(found.diverged) if not diverged]
+    if not lanes:
+        raise UserError("every seed of this run diverged: there is nothing to measure.")
+    T = min(steps, learner.sequence_steps)
+    _check_memory(cell, len(lanes) * T, "--steps")
+    learner.load()
+    measured, means = {}, {}
+    for moment, of in (("before", learner.initial().params), ("after", found.params)):
+        whole = [found.lane(of, lane) for lane in lanes]
+        params = _stacked([one["recurrent"]["cell"] for one in whole])
+        xs = jnp.stack([learner.features(one, _GATE_BATCH) for one in whole])
+        measured[f"{moment} training"] = params, xs[:, :T, 0]
+        if gates := _gate_means(cell, params, xs):
+            means[f"{moment} training"] = gates
+    several = f"{len(lanes)} runs" if len(lanes) > 1 else "one run"
+    title = f"{name}  ·  {found.config.model.hidden_size} units  ·  {several}"
+    print(f"{name}: {found.config.model.cell} after {found.summary['steps']} steps", flush=True)
+    drawn = _gradient_paths(cell, measured, title, out)
+    if not means:
+        print("\nThis cell names no gates: neither they nor timescales are measured.")
+    else:
+        drawn += _gates(means, title, out)
+    for moment, gates in means.items():
+        if "f" in gates:
+            values = np.asarray(analysis.timescales(jnp.asarray(gates["f"])))
+            print(f"\ntimescales 1/(1-f) {moment}, {_middle(values)}")
+    print("\n" + "\n".join(f"drew {out / name}" for name in drawn))
+
+
+def _stacked(trees: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def _check_memory(cell: Any, matrices: int, flags: str) -> None:
     carry = jax.eval_shape(lambda: cell.initial(()))
     width = sum(leaf.size for leaf in jax.tree.leaves(carry))
     need = 4.0 * matrices * width**2
     if need > _MEMORY:
         raise UserError(
             f"Jacobians of {width} by {width} over all steps and draws need {need / 1e9:.0f} GB: "
-            "lower --steps, --hidden_size or --draws."
+            f"lower {flags}."
         )
 
 
@@ -120,14 +174,16 @@ def table(results: Any, expected: Any) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _gradient_paths(cell: Any, params: Any, xs: Any, title: str, out: Path) -> list[str]:
-    """Norms against the gap for parameters as drawn and three times as large."""
+def _gradient_paths(
+    cell: Any, measured: Mapping[str, tuple[Any, Any]], title: str, out: Path
+) -> list[str]:
+    """Norms against the gap: a panel for each name's parameters ``[draws]`` and inputs
+    ``[draws, T, D]``."""
     panels: dict[str, dict[str, np.ndarray]] = {}
     extras: dict[str, dict[str, np.ndarray]] = {}
     paths = jax.jit(jax.vmap(lambda p, x: analysis.gradient_paths(cell, p, x)))
-    for scale, name in ((1, "parameters as drawn"), (3, "parameters times 3")):
-        large = desiderata.scaled(params, scale)
-        norms = {key: np.asarray(value) for key, value in paths(large, xs).items()}
+    for name, (params, xs) in measured.items():
+        norms = {key: np.asarray(value) for key, value in paths(params, xs).items()}
         if isinstance(cell, FlaxCell):
             norms.popitem()  # its last field is y, which only goes out
         single = len(norms) == 2  # all, and without the only field: nothing
@@ -135,14 +191,14 @@ def _gradient_paths(cell: Any, params: Any, xs: Any, title: str, out: Path) -> l
             _label(blocked): value for blocked, value in norms.items() if not (single and blocked)
         }
         if isinstance(cell, LSTM):
-            found = jax.vmap(lambda p, x: analysis.lecture_paths(cell, p, x))(large, xs)
+            found = jax.vmap(lambda p, x: analysis.lecture_paths(cell, p, x))(params, xs)
             extras[name] = {
                 "the lecture's forget-gate path": np.asarray(found.forget),
                 "its output-gate path": _from_one(found.output),
                 "and the bound on that": _from_one(found.bound),
             }
         elif isinstance(cell, Elman):
-            bounds = jax.vmap(lambda p, x: analysis.singular_bounds(cell, p, x))(large, xs)
+            bounds = jax.vmap(lambda p, x: analysis.singular_bounds(cell, p, x))(params, xs)
             extras[name] = {
                 "upper bound by U": np.asarray(bounds.upper),
                 "lower bound by U": np.asarray(bounds.lower),
@@ -166,14 +222,21 @@ def _label(blocked: tuple[Any, ...]) -> str:
     return f"without field {field}" if isinstance(field, int) else f"without {field}"
 
 
-def _gates(activations: dict[str, Any], title: str, out: Path) -> list[str]:
-    means = jax.vmap(analysis.gate_means)(activations)
-    flat = {name: np.ravel(value) for name, value in means.items()}
-    text = "  ".join(
-        f"{k} {v.mean():.3f} ({v.min():.3f} to {v.max():.3f})" for k, v in flat.items()
-    )
-    print(f"\ngates, mean and range over units: {text}")
-    figures.gate_histograms(flat, title, out / "gate_histograms.png")
+def _gate_means(cell: Any, params: Any, xs: Any) -> dict[str, np.ndarray]:
+    """``{gate: mean over time and batch of each unit of each draw}``; empty: it names none."""
+    activations = jax.vmap(lambda p, x: analysis.gate_activations(cell, p, x))(params, xs)
+    means = jax.vmap(analysis.gate_means)(activations) if activations else {}
+    return {name: np.ravel(value) for name, value in means.items()}
+
+
+def _gates(moments: Mapping[str, Mapping[str, np.ndarray]], title: str, out: Path) -> list[str]:
+    for moment, means in moments.items():
+        text = "  ".join(
+            f"{k} {v.mean():.3f} ({v.min():.3f} to {v.max():.3f})" for k, v in means.items()
+        )
+        when = f" {moment}" if moment else ""
+        print(f"\ngates{when}, mean and range over units: {text}")
+    figures.gate_histograms(moments, title, out / "gate_histograms.png")
     return ["gate_histograms.png"]
 
 
@@ -184,12 +247,7 @@ def _timescales(cell: Any, key: Any, in_features: int, name: str, out: Path) -> 
     values = np.ravel(np.asarray(periods))
     gated = isinstance(cell, LSTM | GRU) and getattr(cell, "forget_gate", True)
     law = gate_theory.gate_law(cell.gate, cell.features) if gated else None
-    ranks = np.round(np.array([0.01, 0.5, 0.99]) * (values.size - 1)).astype(int)
-    middle = np.sort(values)[ranks]  # some may be infinite
-    print(
-        "\ntimescales 1/(1-f) at the start, 1%, 50%, 99% of units: "
-        + ", ".join(f"{v:.3g}" for v in middle)
-    )
+    print(f"\ntimescales 1/(1-f) at the start, {_middle(values)}")
     if law is not None:
         print(f"distance from {law.name}: {gate_theory.distance(values, law):.3f}")
     of = "of r, " if isinstance(cell, GATO) else ""
@@ -201,6 +259,12 @@ def _timescales(cell: Any, key: Any, in_features: int, name: str, out: Path) -> 
         out / "timescales.png",
     )
     return ["timescales.png"]
+
+
+def _middle(values: np.ndarray) -> str:
+    ranks = np.round(np.array([0.01, 0.5, 0.99]) * (values.size - 1)).astype(int)
+    middle = np.sort(np.ravel(values))[ranks]  # some may be infinite
+    return "1%, 50%, 99% of units: " + ", ".join(f"{v:.3g}" for v in middle)
 
 
 def refine_gate(given: Mapping[str, Any], out: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from experiments.config import Config
+from experiments.study_figures import band
 from experiments.tasks import Metric
 from experiments.workdir import Workdir, read_rows
 
@@ -19,7 +20,7 @@ def learning_curve(config: Config, work: Workdir, say: Callable[[str], None]) ->
     """Draws ``figures/learning_curve.png``: training loss above held-out metric (GATO, Figure 1).
 
     One line for each learning rate: the mean over seeds, with a band from the least to the
-    greatest. A lane that diverged ends where it did and is an asterisk in the legend.
+    greatest. It ends where a seed diverged, which is infinitely bad, an asterisk in the legend.
 
     Args:
       config: of the run.
@@ -45,8 +46,8 @@ def learning_curve(config: Config, work: Workdir, say: Callable[[str], None]) ->
         above, below = figure.subplots(2, 1, sharex=True)
         diverged = rows[-1]["diverged"]
         labels = _labels(config, diverged)
-        _curves(above, config, examples, loss, labels)
-        _curves(below, config, examples, score, labels)
+        _curves(above, config, examples, loss, labels, higher_is_better=False)
+        _curves(below, config, examples, score, labels, metric.higher_is_better)
         for axes, shown in ((above, "loss"), (below, metric.name)):
             for level in config.task.metrics:
                 if level.name == shown:
@@ -55,7 +56,7 @@ def learning_curve(config: Config, work: Workdir, say: Callable[[str], None]) ->
         below.set_ylabel(f"{watched.replace('_', '-')}\n{metric.name.replace('_', ' ')}")
         below.set_xlabel("training examples")
         below.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-        below.set_xlim(0, examples[-1])
+        below.set_xlim(0, examples[-1] or 1)
         if metric.higher_is_better:
             below.set_ylim(0, 1.03)
         for axes in (above, below):
@@ -81,18 +82,20 @@ def _labels(config: Config, diverged: Sequence[bool]) -> list[str]:
 
 
 def _curves(
-    axes: Any, config: Config, x: np.ndarray, table: np.ndarray, labels: Sequence[str]
+    axes: Any,
+    config: Config,
+    x: np.ndarray,
+    table: np.ndarray,
+    labels: Sequence[str],
+    higher_is_better: bool,
 ) -> None:
     """One line and band for each learning rate; lanes are ordered by rate, then seed."""
-    seeds = config.training.seeds
-    for index, of_rate in enumerate(config.training.lanes_by_rate.values()):
-        lanes = np.ma.masked_invalid(table[:, of_rate])
+    for index, lanes in enumerate(config.training.lanes_by_rate.values()):
+        middle, lower, upper = band(table[:, lanes], "mean", higher_is_better)
         colour = _COLOURS[index % len(_COLOURS)]
-        axes.plot(x, lanes.mean(axis=1), color=colour, linewidth=1.8, label=labels[index])
-        if seeds > 1:
-            axes.fill_between(
-                x, lanes.min(axis=1), lanes.max(axis=1), color=colour, alpha=0.2, linewidth=0
-            )
+        axes.plot(x, middle, color=colour, linewidth=1.8, label=labels[index])
+        if config.training.seeds > 1:
+            axes.fill_between(x, lower, upper, color=colour, alpha=0.2, linewidth=0)
 
 
 def _baseline(axes: Any, metric: Metric) -> None:

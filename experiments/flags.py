@@ -10,7 +10,7 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from absl import app, flags, logging
@@ -79,7 +79,15 @@ def parse(argv: Sequence[str], define: Define) -> dict[str, Any]:
     if rest:
         raise flags.Error(f"There is no argument {rest[0]!r}; flags look like --cell=gato.")
     given = {name: values[name].value for name in values}
+    check_given(given)
     return {name: value for name, value in given.items() if value is not None}
+
+
+def check_given(given: Mapping[str, Any]) -> None:
+    """Raises ``absl.flags.Error`` on a flag without a value, such as that of an unset variable."""
+    for name, value in given.items():
+        if value in ("", []):
+            raise flags.Error(f"--{name}= has no value; leave the flag out for its default.")
 
 
 def _defined(define: Define) -> FlagValues:

@@ -23,6 +23,7 @@ from experiments.state import Best, Lane, State, key_of
 from experiments.tasks import Batch, FromFiles
 from recurrent_gates import (
     RNN,
+    Cell,
     Damp,
     Detach,
     Zoneout,
@@ -52,6 +53,7 @@ class Learner:
 
     Attributes:
       watched: the name of the set that is evaluated during training.
+      reported: the name of the set that the result is of.
     """
 
     def __init__(self, config: Config) -> None:
@@ -76,11 +78,41 @@ class Learner:
         self._from_files: Any = None
         self._sets = jax.eval_shape(self._task.held_out, self._data)
         self.watched = "validation" if "validation" in self._sets else "held_out"
+        self.reported = "test" if "test" in self._sets else self.watched
         # One compilation serves every number of steps, seed and rate: all of them are arguments.
         self._advance_jit = jax.jit(self._on_mesh(self._advance), donate_argnums=0)
         self._score_jit = jax.jit(self._on_mesh(self._score))
         self._settle_jit = jax.jit(self._over_lanes(self._settle))
         self._advance_compiled: Callable[..., State] | None = None
+
+    @property
+    def cell(self) -> Cell:
+        """The cell that is trained, unbound."""
+        cell = self._module.recurrent.cell
+        assert isinstance(cell, Cell)
+        return cell
+
+    @property
+    def sequence_steps(self) -> int:
+        """T of the watched set."""
+        return int(self._sets[self.watched].inputs.shape[0])
+
+    def features(self, params: Any, count: int) -> jax.Array:
+        """What the cell reads of the first examples of the watched set, after ``load``.
+
+        Args:
+          params: of one lane; its cell's are ``params["recurrent"]["cell"]``.
+          count: how many examples.
+
+        Returns:
+          ``[T, count, D]``.
+        """
+        inputs = self._sets[self.watched].inputs[:, :count]
+        encoded = self._module.apply(
+            {"params": params}, inputs, method=lambda module, inputs: module.encoder(inputs)
+        )
+        assert isinstance(encoded, jax.Array)
+        return encoded
 
     # What the driver calls.
 
@@ -155,7 +187,7 @@ class Learner:
     def final_scores(self, state: State, pause: Pause = _none) -> Scores:
         """Scores of the parameters to report on the set to report; for ``pause`` see above."""
         params = state.params if state.best is None else state.best.params
-        return self._scores(params, self._sets.get("test", self._sets[self.watched]), pause)
+        return self._scores(params, self._sets[self.reported], pause)
 
     def stopped(self, state: State) -> np.ndarray:
         """Which lanes have nothing more to learn, bool ``[lanes]``."""
@@ -321,35 +353,41 @@ class Learner:
 
     def _scores(self, params: Any, batch: Batch, pause: Pause) -> Scores:
         """Means over all examples, which are scored part by part."""
-        found = []
-        for start in range(0, batch.inputs.shape[1], self._part_size(batch)):
+        found, examples = [], batch.inputs.shape[1]
+        for start in range(0, examples, self._part_size(batch)):
             pause()
             placed = self.place(jnp.int32(start))
             found.append(jax.block_until_ready(self._score_jit(params, batch, placed)))
-        return jax.tree.map(lambda *parts: jnp.mean(jnp.stack(parts), axis=0), *found)
+        return jax.tree.map(lambda *parts: sum(parts) / np.float32(examples), *found)
 
     def _part_size(self, batch: Batch) -> int:
-        """How many examples are scored together; all parts are of this size."""
+        """How many examples are scored together: parts of about equal size, split over devices."""
         steps, examples = batch.inputs.shape[:2]
-        devices = self._mesh.size if examples % self._mesh.size == 0 else 1
-        most = max(1, min(_EVALUATION_ROWS, _EVALUATION_STEPS // steps))
-        share = examples // devices
-        return max(n for n in range(1, most + 1) if share % n == 0) * devices
+        devices = self._mesh.size if examples >= self._mesh.size else 1
+        most = max(1, min(_EVALUATION_ROWS, _EVALUATION_STEPS // steps)) * devices
+        parts = -(-examples // most)
+        size = -(-examples // (parts * devices)) * devices
+        return size if size <= examples else size - devices
 
     def _score(self, params: Any, batch: Batch, start: jax.Array) -> Scores:
+        """Sums over a part. The last one begins early, with examples that count elsewhere."""
         size = self._part_size(batch)
+        first = jnp.minimum(start, batch.inputs.shape[1] - size)
         part = jax.tree.map(
-            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size, axis=1), batch
+            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, size, axis=1), batch
         )
-        return self._over_lanes(self._score_lane, shared=1)(params, part)
+        counts = first + jnp.arange(size, dtype=first.dtype) >= start
+        return self._over_lanes(self._score_lane, shared=2)(params, part, counts[None])
 
-    def _score_lane(self, params: Any, batch: Batch) -> Scores:
-        examples = batch.inputs.shape[1]
-        if examples % self._mesh.size == 0:
-            batch = self._rows(batch, examples)
+    def _score_lane(self, params: Any, batch: Batch, counts: jax.Array) -> Scores:
+        size, devices = counts.shape[1], self._mesh.size
+        split = size % devices == 0
+        if split:
+            batch, counts = self._rows((batch, counts), size)
         outputs = self._outputs(params, batch.inputs, self._carry_fns(None), None)
         scores = self._task.score(outputs, batch)
-        return jax.lax.pmean(jax.tree.map(jnp.mean, scores), _AXIS)
+        sums = jax.tree.map(lambda score: jnp.where(counts[0], score, 0).sum(), scores)
+        return jax.lax.psum(sums, _AXIS) if split else sums
 
     def _settle(self, state: State, scores: Scores) -> State:
         best = state.best

@@ -112,10 +112,13 @@ def finished(workdir: str | Path) -> Finished:
         )
     learner = Learner(config)
     with contextlib.closing(Checkpoints(work.path / "checkpoints")) as checkpoints:
-        restored = checkpoints.restore(learner.shapes(), say)
-    if restored is None:
-        raise UserError(f"the run in {workdir} has no checkpoint.")
-    return Finished(config, learner, learner.place(restored[1]), summary)
+        state = checkpoints.read(summary["steps"], learner.shapes())
+    if state is None:  # an earlier one is not what the summary is of
+        raise UserError(
+            f"the checkpoint of step {summary['steps']} in {workdir} is missing, damaged or of "
+            "another version; the command of that run makes it again from the one before."
+        )
+    return Finished(config, learner, learner.place(state), summary)
 
 
 def train_all(runs: Mapping[str, Config], directory: Path) -> dict[str, Finished] | None:

@@ -23,6 +23,7 @@ _STYLE: dict[Any, Any] = {
 
 
 _THICKNESS = {"before": 0.8, "after": 1.8}  # of lines that stand for before and after training
+_BAD = 1e300  # stands for infinity, between which and a number no quantile can be found
 
 
 class Curve(NamedTuple):
@@ -31,7 +32,8 @@ class Curve(NamedTuple):
     Attributes:
       label: of the line.
       x: ``[n]``.
-      values: ``[n, lanes]``, NaN where there is no number.
+      values: ``[n, lanes]``, NaN where there is no number: the lane has diverged, or nothing
+        was measured.
     """
 
     label: str
@@ -69,27 +71,30 @@ def line_style(index: int) -> dict[str, str]:
     return {"color": colour, "linestyle": _DASHES[index // len(_COLOURS) % len(_DASHES)]}
 
 
-def band(values: np.ndarray, style: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Middle, lower and upper line of values ``[n, lanes]``, over the lanes that have a number.
+def band(
+    values: np.ndarray, style: str, higher_is_better: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Middle, lower and upper line of values ``[n, lanes]``.
 
     ``"mean"``: mean, least, greatest (GATO); ``"median"``: median and quartiles (UR-gates).
-    A point without any number is NaN.
+    A lane without a number is infinitely bad, and so may a line be: NaN there, and where no lane
+    has a number.
     """
-    lines = np.full((3, len(values)), np.nan)
-    for index, row in enumerate(values):
-        alive = row[np.isfinite(row)]
-        if len(alive) and style == "mean":
-            lines[:, index] = alive.mean(), alive.min(), alive.max()
-        elif len(alive):
-            lines[:, index] = np.quantile(alive, (0.5, 0.25, 0.75))
-    return lines[0], lines[1], lines[2]
+    alive = np.isfinite(values)
+    whole = np.where(alive, values, -_BAD if higher_is_better else _BAD)
+    if style == "mean":
+        lines = np.stack([whole.mean(axis=1), whole.min(axis=1), whole.max(axis=1)])
+    else:
+        lines = np.quantile(whole, (0.5, 0.25, 0.75), axis=1)
+    middle, lower, upper = np.where(np.abs(lines) < _BAD / 1e6, lines, np.nan)
+    return middle, lower, upper
 
 
-def draw_curves(axes: Any, curves: Sequence[Curve], style: str) -> None:
+def draw_curves(axes: Any, curves: Sequence[Curve], style: str, higher_is_better: bool) -> None:
     """Each curve as a line with its band."""
     for index, curve in enumerate(curves):
         look = line_style(index)
-        middle, lower, upper = band(curve.values, style)
+        middle, lower, upper = band(curve.values, style, higher_is_better)
         axes.plot(curve.x, middle, linewidth=1.8, label=curve.label, **look)
         if curve.values.shape[1] > 1:
             axes.fill_between(curve.x, lower, upper, color=look["color"], alpha=0.18, linewidth=0)
@@ -146,7 +151,7 @@ def learning_curves(
     Args:
       curves: of the runs.
       metric: what they are of.
-      watched: the set that it was measured on in training.
+      watched: what it was measured on: ``"held-out"``, ``"validation"`` or ``"training"``.
       style: see ``band``.
       title: what is compared.
       path: of the PNG.
@@ -156,12 +161,12 @@ def learning_curves(
         return
     with plt.rc_context(_STYLE):
         figure, axes = plt.subplots(figsize=(6.8, 3.9), constrained_layout=True)
-        draw_curves(axes, curves, style)
+        draw_curves(axes, curves, style, metric.higher_is_better)
         _baseline(axes, metric)
         axes.set_xlabel("training examples")
         axes.set_ylabel(f"{watched} {metric.name}".replace("_", " "))
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-        axes.set_xlim(0, max(curve.x[-1] for curve in curves))
+        axes.set_xlim(0, max(curve.x[-1] for curve in curves) or 1)
         _limit(axes, metric, curves)
         axes.grid(alpha=0.25, linewidth=0.6)
         _legend(figure, [curve.label for curve in curves])
@@ -189,7 +194,7 @@ def forgetting(
         return
     with plt.rc_context(_STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4.0), constrained_layout=True)
-        draw_curves(left, curves, "mean")
+        draw_curves(left, curves, "mean", higher_is_better=False)
         _baseline(left, config.task.metrics[0])
         left.set_xlabel("training examples")
         left.set_ylabel("held-out mse")
@@ -202,9 +207,10 @@ def forgetting(
                 if not len(periods):
                     continue  # every seed diverged
                 share = np.arange(1, len(periods) + 1) / len(periods)
+                finite = np.isfinite(periods)
                 right.step(
-                    periods,
-                    share,
+                    periods[finite],
+                    share[finite],
                     where="post",
                     linewidth=thickness,
                     **line_style(index),
@@ -252,7 +258,7 @@ def transfer(
             Curve(label + "*" * np.isnan(values[0]).sum(), np.array(delays), values)
             for label, values in accuracies.items()
         ]
-        draw_curves(axes, curves, "mean")
+        draw_curves(axes, curves, "mean", higher_is_better=True)
         for line in axes.lines:
             line.set_marker("o")
             line.set_markersize(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from experiments import studies, study_figures
-from experiments.config import Config, build_cell
+from experiments.config import Config
 from experiments.reporting import number, say
 from experiments.studies import Finished
-from experiments.tasks.forgetting import ForgettingTask, saturate
 from experiments.workdir import read_rows
 from recurrent_gates import analysis
 
@@ -31,7 +31,8 @@ def run(runs: Mapping[str, Config], directory: Path) -> dict[str, Any] | None:
 
     Returns:
       What ``forgetting.json`` holds, ``{label: report}``: the label is the cell, and the learning
-      rate if there are several; None if a run was asked to stop.
+      rate if there are several (in the file an infinite timescale is null); None if a run was
+      asked to stop.
     """
     trained = studies.train_all(runs, directory)
     if trained is None:
@@ -45,7 +46,7 @@ def run(runs: Mapping[str, Config], directory: Path) -> dict[str, Any] | None:
             reports[label] = {name: values[lanes] for name, values in whole.items()}
             stars = "*" * reports[label]["mse"].count(None)
             curves.append(study_figures.Curve(label + stars, examples, errors[:, lanes]))
-    studies.write(directory / "forgetting.json", json.dumps(reports, indent=2) + "\n")
+    studies.write(directory / "forgetting.json", json.dumps(_as_json(reports), indent=2) + "\n")
     table = markdown(reports)
     studies.write(directory / "forgetting.md", table + "\n")
     say(f"\n{table}\n")
@@ -78,11 +79,8 @@ def periods(found: Finished, params: Any) -> list[float]:
 
     f is the effective forget gate, averaged over time and held-out examples (UR-gates, D.1).
     """
-    task = found.config.task
-    assert isinstance(task, ForgettingTask)
-    cell = saturate(build_cell(found.config.model), task.gate_bias)
-    inputs = task.load().inputs[:, :_EXAMPLES]
-    gates = analysis.gate_activations(cell, params["recurrent"]["cell"], inputs)
+    inputs = found.learner.features(params, _EXAMPLES)
+    gates = analysis.gate_activations(found.learner.cell, params["recurrent"]["cell"], inputs)
     f = analysis.gate_means({"f": gates["f"]})["f"]
     return sorted(float(period) for period in analysis.timescales(f))
 
@@ -101,9 +99,19 @@ def markdown(reports: Mapping[str, Mapping[str, Any]]) -> str:
         for moment in ("before", "after"):
             lanes = [lane for lane in found[moment] if lane]
             for statistic in (np.min, np.median):
-                row.append(f"{_mean([statistic(lane) for lane in lanes]):.1f}" if lanes else "-")
+                mean = _mean([statistic(lane) for lane in lanes]) if lanes else math.nan
+                row.append("-" if not lanes else "∞" if mean == math.inf else f"{mean:.1f}")
         rows.append(row)
     return studies.markdown(head, rows)
+
+
+def _as_json(tree: Any) -> Any:
+    """JSON has no infinity."""
+    if isinstance(tree, dict):
+        return {name: _as_json(value) for name, value in tree.items()}
+    if isinstance(tree, list):
+        return [_as_json(value) for value in tree]
+    return None if tree == math.inf else tree
 
 
 def _mean(values: Sequence[Any]) -> float:

@@ -213,8 +213,16 @@ def _summarise(
         for metric in config.task.metrics
     }
     timing = list(read_rows(work.timing))
+    chosen = {}
+    if state.best is not None and learner.watched != learner.reported:
+        headline = config.task.metrics[0]
+        best = np.atleast_1d(state.best.value) * (1 if headline.higher_is_better else -1)
+        found = _statistics(config, headline, _numbers(best, state))
+        chosen = {learner.watched: {headline.name: found}}
     return {
         "metrics": metrics,
+        "scored_on": learner.reported,
+        **chosen,
         "baselines": {metric.name: metric.baseline for metric in config.task.metrics},
         **learner.parameter_counts(),
         "steps": rows[-1]["step"],
@@ -244,10 +252,11 @@ def _statistics(config: Config, metric: Metric, values: list[float | None]) -> d
 def _print_summary(config: Config, work: Workdir, summary: dict[str, Any]) -> None:
     metric = config.task.metrics[0]
     runs = summary["metrics"][metric.name]["per_run"]
+    scored_on = summary.get("scored_on", "held_out").replace("_", "-")
     for run in runs:
         value = "diverged *" if run["diverged"] else number(run["value"])
         say(
-            f"held-out {metric.name}: {value} ({metric.baseline_name} {metric.baseline:.4g}; "
+            f"{scored_on} {metric.name}: {value} ({metric.baseline_name} {metric.baseline:.4g}; "
             f"seed {run['seed']}, learning rate {run['learning_rate']:g})"
         )
     say(

@@ -9,6 +9,7 @@ LSTM, GRU and JANET.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -108,8 +109,8 @@ class Gate:
                 )
         if self.downsize < 1:
             raise ValueError(f"Gate downsize must be at least 1, got {self.downsize}.")
-        if self.tmax is not None and self.tmax <= 2:
-            raise ValueError(f"Gate tmax must be above 2 (or None), got {self.tmax}.")
+        if self.tmax is not None and not 2 < self.tmax < math.inf:
+            raise ValueError(f"Gate tmax must be above 2 and finite (or None), got {self.tmax}.")
         if self.master and (self.tied or self.refine or self.refine_input):
             raise ValueError("A gate with master gates has free f and i that are not refined.")
         if self.refine_input and self.tied:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -299,6 +300,8 @@ def test_gates_are_values():
         (dict(refine_bias="positive"), "refine_bias"),
         (dict(downsize=0), "downsize"),
         (dict(tmax=1.5, bias="chrono"), "tmax"),
+        (dict(tmax=math.inf, bias="chrono"), "tmax"),
+        (dict(tmax=math.nan, bias="chrono"), "tmax"),
         (dict(refine_input=True, tied=True), "input"),
         (dict(master=True, refine=True), "master"),
     ],

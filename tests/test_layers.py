@@ -124,6 +124,27 @@ def test_lengths_agree_with_flax_where_flax_defines_them(name, reverse):
     assert_close(ys, np.where(valid, their_ys, 0.0))
 
 
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [(name, backend) for name in ("lstm", "gato1", "gato2") for backend in ("fused", "pallas")]
+    + [("gato1", "newton")],
+)
+def test_every_backend_serves_a_layer(name, backend):
+    x = array(8, BATCH, STEPS, INPUTS)
+    moved = variables(rg.RNN(build(name)), x)
+
+    def results(backend):
+        layer = rg.RNN(build(name), backend=backend)
+
+        def loss(moved):
+            ys = layer.apply(moved, x)
+            return dot(ys, array(17, *ys.shape))
+
+        return quick_jit(jax.value_and_grad(loss))(moved)
+
+    assert_close(results(backend), results("scan"))
+
+
 @pytest.mark.parametrize("batch", [(), (BATCH,), (2, BATCH)])
 @pytest.mark.parametrize("time_major", [False, True])
 def test_where_time_and_batch_are(batch, time_major):

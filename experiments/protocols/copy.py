@@ -84,6 +84,9 @@ COPY = {
             "clip_norm": Sourced(1.0, "h-detach 3.1"),
             "detach_prob": Sourced(0.25, "h-detach 3.1: 0.25 or 0.5"),
             "eval_every": Sourced(1000, "h-detach code: after each epoch"),
+            "keep_best": Sourced(
+                True, "h-detach code: by the same set; Table 1 is of its best_model"
+            ),
         },
         cells=HDETACH_CELLS,
     ),

@@ -241,7 +241,7 @@ def _accumulating(
     else:
         added = cell.increment(params, before, z)
     last_sum, sums = recurrence(
-        settings._replace(cell=_Sum(cell)),
+        settings._replace(cell=_Sum(cell, parent=None)),
         sum_alike,
         {},
         added,

@@ -3,14 +3,15 @@
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.flags import Error
 
-from experiments import analysis_figures, diagnose, diagnosis, flags
-from experiments.config import UserError
-from recurrent_gates import desiderata
-from tests.experiments.support import ROOT, environment
+from experiments import analysis_figures, diagnose, diagnosis, flags, studies, train
+from experiments.config import UserError, build_cell
+from recurrent_gates import analysis, desiderata
+from tests.experiments.support import ROOT, environment, tiny
 from tests.support import quick_jit
 
 OWN = """
@@ -154,6 +155,52 @@ def test_the_reading_can_be_given(own, tmp_path, capsys):
     assert [verdicts(text)[k][1] for k in (2, 3, 4)] == ["met", "met", "met"]
 
 
+def test_a_run_before_and_after_its_training(tmp_path, capsys, monkeypatch):
+    histograms = []
+    draw = analysis_figures.gate_histograms
+    monkeypatch.setattr(
+        analysis_figures, "gate_histograms", lambda *a: (histograms.append(a[0]), draw(*a))
+    )
+    config = tiny(cell="lstm", seeds=2, learning_rates=(1e-1, 1e30))
+    train.run(config, tmp_path)
+    run(f"--workdir={tmp_path}", "--steps=5")
+    text = capsys.readouterr().out
+    assert "lstm after 4 steps" in text
+    assert "log10 |d state_T / d state_t| at gap 5, before training: all paths" in text
+    assert set(drawn(tmp_path / "figures")) >= {"gradient_paths.png", "gate_histograms.png"}
+
+    # The two lanes that did not diverge, by hand, from the equations of a gate.
+    found = studies.finished(tmp_path)
+    tokens = np.asarray(found.config.task.held_out(found.config.task.load())["held_out"].inputs)
+    for moment, params in (
+        ("before training", found.learner.initial().params),
+        ("after training", found.params),
+    ):
+        expected = []
+        for lane in range(2):
+            one = found.lane(params, lane)
+            xs = np.asarray(one["encoder"]["Embed_0"]["embedding"])[tokens[:, :16]]
+            gates = analysis.gate_activations(
+                build_cell(found.config.model), one["recurrent"]["cell"], jnp.asarray(xs)
+            )
+            expected.append(np.mean(gates["f"], axis=(0, 1)))
+        np.testing.assert_allclose(histograms[0][moment]["f"], np.concatenate(expected), rtol=1e-5)
+        middle = np.sort(1 / (1 - histograms[0][moment]["f"]))[6]
+        assert f"timescales 1/(1-f) {moment}, 1%, 50%, 99% of units: " in text
+        assert f", {middle:.3g}, " in text
+    assert not np.allclose(*(means["f"] for means in histograms[0].values()))
+
+
+def test_a_run_without_gates_or_survivors(tmp_path, capsys):
+    train.run(tiny(cell="rnn", hidden_size=4), tmp_path / "rnn")
+    run(f"--workdir={tmp_path / 'rnn'}", f"--out_dir={tmp_path / 'out'}")
+    assert "names no gates" in capsys.readouterr().out
+    assert set(drawn(tmp_path / "out")) == {"gradient_paths.png"}
+    train.run(tiny(learning_rates=(1e30,)), tmp_path / "diverged")
+    with pytest.raises(UserError, match="every seed of this run diverged"):
+        run(f"--workdir={tmp_path / 'diverged'}")
+
+
 def test_the_refine_gate(tmp_path, capsys):
     run("--figure=gates", f"--out_dir={tmp_path}")
     text = capsys.readouterr().out
@@ -197,6 +244,9 @@ BAD = {
     "--cell=lstm --hidden_size=512 --steps=5000": "GB: lower --steps, --hidden_size or --draws",
     "--learning_rate=0.1": "learning_rate",
     "--gamma=relu": "gamma",
+    "--workdir=x --cell=lstm": "--cell is for fresh parameters: --workdir has its own",
+    "--workdir=x --figure=gates": "--figure is for fresh parameters",
+    "--workdir=nowhere": "nowhere is not a workdir",
     "lstm": "no argument 'lstm'",
 }
 

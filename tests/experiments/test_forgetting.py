@@ -91,6 +91,7 @@ def test_periods_are_those_of_the_effective_gate():
     # that starts at 1 / 2 changes nothing.
     config = tiny(cell="r_lstm")
     learner = Learner(config)
+    learner.load()
     found = studies.Finished(config, learner, None, {})
     biases = np.log([9.0, 1.0, 99.0, 4.0]).astype(np.float32)
     params = jax.tree.map(jnp.zeros_like, learner.initial().params)
@@ -102,6 +103,17 @@ def test_periods_are_those_of_the_effective_gate():
     np.testing.assert_allclose(
         timescale_study.periods(found, params), [4, 25, 100, 10_000], rtol=1e-2
     )
+
+
+def test_a_gate_that_rounds_to_one_has_an_infinite_timescale(tmp_path, capsys):
+    runs = {"lstm": tiny(cell="lstm", gate_bias=40.0)}
+    found = timescale_study.run(runs, tmp_path)["lstm"]
+    assert found["before"] == found["after"] == [[np.inf] * 4]
+    text = (tmp_path / "forgetting.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail)["lstm"]["after"] == [[None] * 4]
+    table = (tmp_path / "forgetting.md").read_text()
+    assert table.splitlines()[2].count("∞") == 4
+    assert "figure: " in capsys.readouterr().out
 
 
 def test_a_study(tmp_path, monkeypatch, capsys):
@@ -162,6 +174,7 @@ def test_a_study(tmp_path, monkeypatch, capsys):
 
 def test_the_timescales_before_are_those_of_analysis():
     learner = Learner(tiny(cell="lstm"))
+    learner.load()
     found = studies.Finished(tiny(cell="lstm"), learner, learner.initial(), {})
     cell = saturate(build_cell(found.config.model), 6.0)
     params = found.state.params["recurrent"]["cell"]

@@ -271,6 +271,11 @@ def test_settings_that_depend_on_others():
         assert (config.carry.zoneout_c, config.carry.zoneout_h) == zoneout
         assert config.model.dropout == 0.5
     assert resolve("ur").model.dropout == 0
+    wide = {("lstm", "pmnist"): 512, ("lstm", "scifar10"): 1024}
+    wide |= {("ur_gru", "smnist"): 1024, ("ur_lstm", "scifar10"): 2048}
+    for (cell, dataset), width in wide.items():
+        assert resolve("ur_zoneout", cell=cell, dataset=dataset).model.hidden_size == width
+        assert resolve("ur", cell=cell, dataset=dataset).model.hidden_size == 512
 
 
 @pytest.mark.parametrize(

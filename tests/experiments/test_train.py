@@ -94,6 +94,8 @@ def test_what_a_run_leaves_behind(tmp_path, shown, capsys):
         assert [run["seed"] for run in metric["per_run"]] == [3, 4]
         assert (metric["min"], metric["max"]) == (min(values), max(values))
         assert metric["mean"] == sum(values) / 2
+    assert summary["scored_on"] == "held_out"
+    assert "validation" not in summary
     assert (summary["steps"], summary["examples"]) == (4, 32)
     assert summary["recurrent_parameters"] == 3 * 6 * (3 + 6 + 2)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
@@ -247,20 +249,24 @@ def gradients(workdir):
     return found
 
 
-def test_per_example_masks_are_the_same_on_1_and_8_devices(tmp_path):
-    argv = ["--cell=gru", "--hidden_size=8", "--length=3", "--batch_size=8", "--steps=1"]
+def test_masks_and_scores_are_the_same_on_1_and_7_devices(tmp_path):
+    """Of each example; the 1000 to score are no multiple of 7."""
+    argv = ["--cell=gru", "--hidden_size=8", "--length=3", "--batch_size=7", "--steps=1"]
     together = [*argv, "--detach_prob=0.5"]
     apart = [*together, "--detach_per_example"]
-    done = binary(*apart, f"--workdir={tmp_path / 'eight'}", devices=8)
+    done = binary(*apart, f"--workdir={tmp_path / 'seven'}", devices=7)
     assert done.returncode == 0, done.stderr
-    assert "on cpu x 8" in done.stdout
+    assert "on cpu x 7" in done.stdout
     for name, flags_given in (("one", apart), ("other", together)):
         given = [*flags_given, f"--workdir={tmp_path / name}"]
         flags.start("copy", flags.parse(["copy", *given], copy.define))
-    one, eight, other = (gradients(tmp_path / name) for name in ("one", "eight", "other"))
-    assert_near(eight, one, 1e-5)
+    one, seven, other = (gradients(tmp_path / name) for name in ("one", "seven", "other"))
+    assert_near(seven, one, 1e-5)
     with pytest.raises(AssertionError):  # other masks would show
         assert_near(other, one, 1e-2)
+    begun, shared = (rows(tmp_path / name)[0]["held_out"] for name in ("one", "seven"))
+    for name, value in begun.items():
+        assert shared[name] == pytest.approx(value, rel=1e-5), name
 
 
 # A model that passes the best point of its validation set on the way to its training set's.
@@ -312,13 +318,44 @@ def drift(**settings):
     return dataclasses.replace(config, task=DriftTask(), training=training)
 
 
-def test_the_best_on_validation_is_tested(tmp_path):
+def test_the_best_on_validation_is_tested(tmp_path, capsys):
     summary = train.run(drift(keep_best=True), tmp_path)
     validation = [row["validation"]["mse"][0] for row in rows(tmp_path)]
     assert (len(validation), int(np.argmin(validation))) == (10, 3)  # Adam's first steps are 0.1
     best = 0.3 - np.sqrt(validation[3])  # it stops short of 0.3
     np.testing.assert_allclose(summary["metrics"]["mse"]["mean"], np.square(best - 0.25), rtol=1e-2)
     assert summary["metrics"]["mse"]["mean"] < 0.01 < validation[-1]
+    assert summary["scored_on"] == "test"
+    assert summary["validation"]["mse"]["mean"] == pytest.approx(validation[3], rel=1e-6)
+    assert "test mse: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("examples", "most"), [(40, 40), (40, 7), (13, 6), (1, 4)])
+def test_every_example_counts_once(examples, most, monkeypatch):
+    """Whatever the parts are that fit into memory."""
+    monkeypatch.setattr("experiments.learner._EVALUATION_ROWS", most)
+    learner = Learner(tiny(held_out_sequences=examples, seeds=2))
+    learner.load()
+    state = learner.initial()
+    sizes = []
+    score = learner._score_jit
+
+    def counted(*arguments):
+        sizes.append(learner._part_size(arguments[1]))
+        return score(*arguments)
+
+    monkeypatch.setattr(learner, "_score_jit", counted)
+    scores = learner.final_scores(state)
+    assert max(sizes) <= most
+    whole = Learner(tiny(held_out_sequences=examples, seeds=2))
+    whole.load()
+    batch = whole._sets["held_out"]
+    for lane in range(2):
+        params = jax.tree.map(lambda leaf, lane=lane: leaf[lane], state.params)
+        outputs = whole._module.apply({"params": params}, batch.inputs)
+        expected = jax.tree.map(jnp.mean, whole._task.score(outputs, batch))
+        for name, value in scores.items():
+            np.testing.assert_allclose(value[lane], expected[name], rtol=1e-5)
 
 
 def test_early_stop(tmp_path):

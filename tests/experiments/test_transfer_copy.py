@@ -179,6 +179,24 @@ def test_few_examples_at_a_time_have_the_same_score(runs, monkeypatch):
     assert measured[0] == pytest.approx(by_hand(found, 0, 9), abs=1e-6)
 
 
+def test_only_the_last_checkpoint_will_do(tmp_path):
+    """An earlier one is not what the summary is of; nothing is removed."""
+    train.run(tiny(), tmp_path / "run")
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    largest = max(
+        (tmp_path / "run" / "checkpoints" / "4").rglob("*"), key=lambda p: p.stat().st_size
+    )
+    data = largest.read_bytes()
+    largest.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
+    sentence = refused(f"--copy_workdir={tmp_path / 'run'}", f"--workdir={tmp_path / 'out'}")
+    assert sentence.startswith(
+        f"the checkpoint of step 4 in {tmp_path / 'run'} is missing, damaged"
+    )
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == kept
+    train.run(tiny(), tmp_path / "run")  # as the sentence says
+    assert studies.finished(tmp_path / "run").summary["steps"] == 4
+
+
 def refused(*argv):
     with pytest.raises(UserError) as error:
         start(*argv)

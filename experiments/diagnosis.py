@@ -113,8 +113,9 @@ def diagnose_run(found: Finished, name: str, steps: int, out: Path) -> None:
         if gates := _gate_means(cell, params, xs):
             means[f"{moment} training"] = gates
     several = f"{len(lanes)} runs" if len(lanes) > 1 else "one run"
-    title = f"{name}  ·  {found.config.model.hidden_size} units  ·  {several}"
-    print(f"{name}: {found.config.model.cell} after {found.summary['steps']} steps", flush=True)
+    model, trained = found.config.model, found.summary["steps"]
+    title = f"{model.cell}  ·  {model.hidden_size} units  ·  {several} in {name}"
+    print(f"{name}: {model.cell} before and after {trained} steps of training", flush=True)
     drawn = _gradient_paths(cell, measured, title, out)
     if not means:
         print("\nThis cell names no gates: neither they nor timescales are measured.")

@@ -165,7 +165,7 @@ def test_a_run_before_and_after_its_training(tmp_path, capsys, monkeypatch):
     train.run(config, tmp_path)
     run(f"--workdir={tmp_path}", "--steps=5")
     text = capsys.readouterr().out
-    assert "lstm after 4 steps" in text
+    assert f"{tmp_path.name}: lstm before and after 4 steps of training" in text
     assert "log10 |d state_T / d state_t| at gap 5, before training: all paths" in text
     assert set(drawn(tmp_path / "figures")) >= {"gradient_paths.png", "gate_histograms.png"}
 

@@ -31,7 +31,8 @@ class Entry(NamedTuple):
       rows: the run's evaluations.
       curve: the metric at each, of each seed, None for one that diverged.
       finished: whether the run is.
-      values: of each seed: a finished run's results, else those of the last evaluation.
+      values: of each seed: a finished run's results, else the last of its curve; of the training
+        loss that in any case.
       parameters: of the recurrent layer.
       seconds: of training, all learning rates together.
     """
@@ -199,6 +200,8 @@ def markdown(entries: Sequence[Entry], metric: Metric) -> str:
         at = f" at step {step}" if step < entry.config.training.steps else ""
         if not entry.finished and entry.watched == "validation":  # finished ones are tested
             at += " (validation)"
+        if entry.finished and entry.watched == "held_out" and entry.config.training.keep_best:
+            at += " (best)"  # chosen by the same set
         rows.append(
             [
                 name,

@@ -44,7 +44,8 @@ def define(values: FlagValues) -> None:
     flags.enum(values, "figure", ["cell", "gates"], "the cell's figures, or the refine gate's")
     add(integer, "hidden_size", "units of the cell; for GATO 2J; default: 32")
     add(integer, "in_features", "width of the inputs, which are N(0, 1); default: 8")
-    add(integer, "steps", "length of the runs behind the gradient figure; default: 200")
+    steps = "length of the runs behind the gradient and gate figures; of a --workdir's gradients"
+    add(integer, "steps", f"{steps}, at most; default: 200")
     add(integer, "draws", "how often parameters are drawn; default: 5")
     add(integer, "seed", "of parameters and inputs; default: 0")
     add(string, "remembered", "the field that remembers; default: inferred, and printed")
@@ -86,6 +87,16 @@ def begin(task: str, given: dict[str, Any]) -> None:
         raise UserError(f"--seed must be at least 0 and below 2^31, got {given['seed']}.")
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("Figures need matplotlib: pip install 'recurrent_gates[experiments]'.")
+    try:
+        _measure(given)
+    except KeyboardInterrupt:
+        print("experiments.diagnose: interrupted.", file=sys.stderr)
+        sys.exit(130)
+
+
+def _measure(given: dict[str, Any]) -> None:
+    from experiments.config import UserError
+
     measure, default = _measurement(given)
     out = Path(given.get("out_dir", default))
     try:
@@ -96,9 +107,6 @@ def begin(task: str, given: dict[str, Any]) -> None:
         measure(out)
     except OSError as error:
         raise UserError(f"cannot write to --out_dir {out}: {error.strerror}.") from None
-    except KeyboardInterrupt:
-        print("experiments.diagnose: interrupted.", file=sys.stderr)
-        sys.exit(130)
 
 
 def _measurement(given: dict[str, Any]) -> tuple[Callable[[Path], None], Path]:

@@ -85,13 +85,13 @@ def diagnose_cell(cell: Cell, given: Mapping[str, Any], how: Mapping[str, Any], 
 def diagnose_run(found: Finished, name: str, steps: int, out: Path) -> None:
     """Measures the cell of a run before and after its training, prints and draws it.
 
-    Gates and timescales are averages over the sequences that the run was evaluated on, gradients
-    those of the first of them.
+    Gates and timescales are averages over the first few sequences that the run was evaluated on,
+    gradients are those of the first. The parameters are those that the run reports.
 
     Args:
       found: the run; seeds and learning rates that diverged are left out.
       name: of the run, for titles.
-      steps: the gradients are those through the first so many steps.
+      steps: the gradients are those through the first so many steps, or all if there are fewer.
       out: the directory of the figures.
 
     Raises:
@@ -115,7 +115,8 @@ def diagnose_run(found: Finished, name: str, steps: int, out: Path) -> None:
     several = f"{len(lanes)} runs" if len(lanes) > 1 else "one run"
     model, trained = found.config.model, found.summary["steps"]
     title = f"{model.cell}  ·  {model.hidden_size} units  ·  {several} in {name}"
-    print(f"{name}: {model.cell} before and after {trained} steps of training", flush=True)
+    which = "" if found.state.best is None else ", with the best parameters of that time"
+    print(f"{name}: {model.cell} before and after {trained} steps of training{which}", flush=True)
     drawn = _gradient_paths(cell, measured, title, out)
     if not means:
         print("\nThis cell names no gates: neither they nor timescales are measured.")
@@ -138,8 +139,8 @@ def _check_memory(cell: Any, matrices: int, flags: str) -> None:
     need = 4.0 * matrices * width**2
     if need > _MEMORY:
         raise UserError(
-            f"Jacobians of {width} by {width} over all steps and draws need {need / 1e9:.0f} GB: "
-            f"lower {flags}."
+            f"Jacobians of {width} by {width} over all steps and draws or seeds need "
+            f"{need / 1e9:.0f} GB: lower {flags}."
         )
 
 

@@ -19,6 +19,7 @@ from absl.flags import FlagValues
 Define = Callable[[FlagValues], None]
 Start = Callable[[str, dict[str, Any]], None]
 
+_MAY_BE_EMPTY = ("recurrent",)  # of diagnose: nothing feeds back
 HELP = {"--help", "-help", "-h", "-?", "--helpshort", "--helpfull"}
 
 
@@ -86,7 +87,7 @@ def parse(argv: Sequence[str], define: Define) -> dict[str, Any]:
 def check_given(given: Mapping[str, Any]) -> None:
     """Raises ``absl.flags.Error`` on a flag without a value, such as that of an unset variable."""
     for name, value in given.items():
-        if value in ("", []):
+        if value in ("", []) and name not in _MAY_BE_EMPTY:
             raise flags.Error(f"--{name}= has no value; leave the flag out for its default.")
 
 

@@ -116,7 +116,7 @@ def finished(workdir: str | Path) -> Finished:
     if state is None:  # an earlier one is not what the summary is of
         raise UserError(
             f"the checkpoint of step {summary['steps']} in {workdir} is missing, damaged or of "
-            "another version; the command of that run makes it again from the one before."
+            "another version; the command of that run goes on from an earlier one, if one is good."
         )
     return Finished(config, learner, learner.place(state), summary)
 

@@ -73,12 +73,12 @@ def chrono_bias(
       The biases, all >= 0. The input gate's are their negatives (eq. 18).
 
     Raises:
-      ValueError: if ``tmax`` is 2 or less.
+      ValueError: if ``tmax`` is 2 or less, or not finite.
     """
     shape = tuple(shape)
     if tmax is not None:
-        if tmax <= 2:
-            raise ValueError(f"Chrono initialisation needs tmax above 2, got {tmax}.")
+        if not 2 < tmax < math.inf:
+            raise ValueError(f"Chrono initialisation needs a finite tmax above 2, got {tmax}.")
         return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, tmax - 1.0))
     k = np.arange(1, _CHRONO_TABLE + 1, dtype=np.float64)
     # Beyond the table 1/(k log^2(k+1)) integrates to 1/log k.

@@ -75,7 +75,7 @@ def test_chrono_bias_without_a_known_timescale():
         )
 
 
-@pytest.mark.parametrize("tmax", [2, 1, 0, -3])
+@pytest.mark.parametrize("tmax", [2, 1, 0, -3, np.inf, np.nan])
 def test_chrono_bias_needs_an_interval(tmax):
     with pytest.raises(ValueError, match="tmax"):
         rg.chrono_bias(KEY, (4,), tmax)

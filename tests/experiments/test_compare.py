@@ -174,6 +174,16 @@ def test_another_metric(tmp_path, monkeypatch):
     )
 
 
+def test_a_result_that_was_chosen_by_its_own_set_is_marked(tmp_path):
+    seeds = [(0.0,), (0.75,)]
+    best, last = (
+        workdir(tmp_path / str(keep), task="copy", mse=seeds, keep_best=keep)
+        for keep in (True, False)
+    )
+    table = comparison.run([best, last], "mean", tmp_path / "figure.png").splitlines()
+    assert [line.split("|")[4].strip() for line in table[2:]] == ["0.7500 (best)", "0.7500"]
+
+
 def test_a_run_that_has_only_begun(tmp_path):
     begun = workdir(tmp_path / "a", mse=[(0.5,)], steps=9, finished=False)
     assert "0.5000 at step 0" in comparison.run([begun], "mean", tmp_path / "figure.png")

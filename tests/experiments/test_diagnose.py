@@ -156,20 +156,23 @@ def test_the_reading_can_be_given(own, tmp_path, capsys):
 
 
 def test_a_run_before_and_after_its_training(tmp_path, capsys, monkeypatch):
-    histograms = []
-    draw = analysis_figures.gate_histograms
+    histograms, paths = [], []
+    draw, draw_paths = analysis_figures.gate_histograms, analysis_figures.gradient_paths
     monkeypatch.setattr(
         analysis_figures, "gate_histograms", lambda *a: (histograms.append(a[0]), draw(*a))
+    )
+    monkeypatch.setattr(
+        analysis_figures, "gradient_paths", lambda *a: (paths.append(a[0]), draw_paths(*a))
     )
     config = tiny(cell="lstm", seeds=2, learning_rates=(1e-1, 1e30))
     train.run(config, tmp_path)
     run(f"--workdir={tmp_path}", "--steps=5")
     text = capsys.readouterr().out
-    assert f"{tmp_path.name}: lstm before and after 4 steps of training" in text
+    assert f"{tmp_path.name}: lstm before and after 4 steps of training\n" in text
     assert "log10 |d state_T / d state_t| at gap 5, before training: all paths" in text
     assert set(drawn(tmp_path / "figures")) >= {"gradient_paths.png", "gate_histograms.png"}
 
-    # The two lanes that did not diverge, by hand, from the equations of a gate.
+    # The two lanes that did not diverge, one by one.
     found = studies.finished(tmp_path)
     tokens = np.asarray(found.config.task.held_out(found.config.task.load())["held_out"].inputs)
     for moment, params in (
@@ -184,6 +187,12 @@ def test_a_run_before_and_after_its_training(tmp_path, capsys, monkeypatch):
                 build_cell(found.config.model), one["recurrent"]["cell"], jnp.asarray(xs)
             )
             expected.append(np.mean(gates["f"], axis=(0, 1)))
+            norms = analysis.gradient_paths(
+                build_cell(found.config.model), one["recurrent"]["cell"], jnp.asarray(xs[:5, 0])
+            )
+            drawn_norms = paths[0][moment]["all paths"]
+            assert drawn_norms.shape == (2, 6)
+            np.testing.assert_allclose(drawn_norms[lane], norms[()], rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(histograms[0][moment]["f"], np.concatenate(expected), rtol=1e-5)
         middle = np.sort(1 / (1 - histograms[0][moment]["f"]))[6]
         assert f"timescales 1/(1-f) {moment}, 1%, 50%, 99% of units: " in text
@@ -192,9 +201,15 @@ def test_a_run_before_and_after_its_training(tmp_path, capsys, monkeypatch):
 
 
 def test_a_run_without_gates_or_survivors(tmp_path, capsys):
-    train.run(tiny(cell="rnn", hidden_size=4), tmp_path / "rnn")
+    config = tiny(cell="rnn", hidden_size=4, keep_best=True)
+    train.run(config, tmp_path / "rnn")
     run(f"--workdir={tmp_path / 'rnn'}", f"--out_dir={tmp_path / 'out'}")
-    assert "names no gates" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "\nbest held-out copied_token_probability: " in text
+    assert "names no gates" in text
+    assert "steps of training, with the best parameters of that time\n" in text
+    # ABA has fewer than 200 steps, of which the last is not read.
+    assert f"at gap {2 * 3 + 4 - 1}, after" in text
     assert set(drawn(tmp_path / "out")) == {"gradient_paths.png"}
     train.run(tiny(learning_rates=(1e30,)), tmp_path / "diverged")
     with pytest.raises(UserError, match="every seed of this run diverged"):
@@ -247,6 +262,7 @@ BAD = {
     "--workdir=x --cell=lstm": "--cell is for fresh parameters: --workdir has its own",
     "--workdir=x --figure=gates": "--figure is for fresh parameters",
     "--workdir=nowhere": "nowhere is not a workdir",
+    "--remembered=": "--remembered= has no value",
     "lstm": "no argument 'lstm'",
 }
 

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from experiments import copy, figures, flags, reporting, studies, train
 from experiments.learner import Learner
 from experiments.tasks import Batch, Metric
+from experiments.workdir import Workdir, append_row
 from tests.experiments.support import assert_same_bits, binary, leaves, tiny
 
 
@@ -171,6 +172,28 @@ def test_a_diverged_lane_stops_no_other(one_by_one, tmp_path, shown, capsys, mon
 
     legends = [[text.get_text() for text in f.axes[0].get_legend().texts] for f in shown]
     assert legends == [["0.001", "1e+30*"], ["0.001", "0.002"]]
+
+
+def test_a_mean_over_a_diverged_seed_is_not_drawn(tmp_path, shown):
+    config, work = tiny(seeds=2), Workdir(tmp_path)
+    for step, loss, probability, bad in (
+        (0, [3, 2], [0.1, 0.2], False),
+        (2, [1, None], [0.5, None], True),
+    ):
+        append_row(
+            work.metrics,
+            {
+                "step": step,
+                "examples": 8 * step,
+                "train_loss": loss,
+                "held_out": {"copied_token_probability": probability},
+                "diverged": [False, bad],
+            },
+        )
+    figures.learning_curve(config, work, pytest.fail)
+    above, below = shown[0].axes
+    np.testing.assert_allclose(above.lines[0].get_ydata(), [2.5, np.nan])
+    np.testing.assert_allclose(below.lines[0].get_ydata(), [0.15, np.nan])
 
 
 def test_rates_have_their_own_lanes_and_labels():

@@ -168,6 +168,7 @@ def test_describe(capsys, argv, probs):
     assert [r["config"]["carry"]["detach_prob"] for r in described["runs"].values()] == probs
     task = described["config"]["task"]
     assert (task["name"], task["layout"], task["symbols"]) == ("copy", "delimiter", 8)
+    assert described["config"]["training"]["keep_best"]  # h-detach's best_model
     if "--protocol=hdetach" in argv:
         assert (task["length"], task["tokens"], task["inputs"]) == (100, 10, "scalar")
 

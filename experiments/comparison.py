@@ -104,11 +104,12 @@ def read(workdir: Path, wanted: str | None = None) -> list[Entry]:
     config = studies.recorded_config(workdir)
     work = Workdir(workdir)
     metric, rows = _metric(config, wanted), list(read_rows(work.metrics))
-    if wanted == _TRAIN_LOSS:
+    training = wanted == _TRAIN_LOSS
+    if training:
         rows = [row for row in rows if row["step"]]  # before the first step there is none
     if not rows:
         raise UserError(f"the run in {workdir} has no evaluation yet.")
-    if wanted == _TRAIN_LOSS:
+    if training:
         watched, curve = "training", [row[_TRAIN_LOSS] for row in rows]
     else:
         watched = next(name for name, value in rows[-1].items() if isinstance(value, dict))
@@ -118,7 +119,7 @@ def read(workdir: Path, wanted: str | None = None) -> list[Entry]:
         parameters = train.describe(config)["recurrent_parameters"]
     else:
         parameters = summary["recurrent_parameters"]
-        if wanted != _TRAIN_LOSS:
+        if not training:
             values = [lane["value"] for lane in summary["metrics"][metric.name]["per_run"]]
     finished, seconds = summary is not None, sum(row["seconds"] for row in read_rows(work.timing))
     return [
@@ -200,7 +201,7 @@ def markdown(entries: Sequence[Entry], metric: Metric) -> str:
         at = f" at step {step}" if step < entry.config.training.steps else ""
         if not entry.finished and entry.watched == "validation":  # finished ones are tested
             at += " (validation)"
-        if entry.finished and entry.watched == "held_out" and entry.config.training.keep_best:
+        if entry.finished and entry.watched == "held_out" and entry.config.training.reports_best:
             at += " (best)"  # chosen by the same set
         rows.append(
             [

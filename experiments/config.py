@@ -119,6 +119,11 @@ class TrainingConfig:
     keep_best: bool
 
     @property
+    def reports_best(self) -> bool:
+        """Whether the result is of the best parameters; early stopping goes back to them, too."""
+        return self.keep_best or self.patience > 0
+
+    @property
     def lanes(self) -> list[tuple[int, float]]:
         """(seed, learning rate) of every lane."""
         seeds = range(self.seed, self.seed + self.seeds)

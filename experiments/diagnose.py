@@ -53,7 +53,7 @@ def define(values: FlagValues) -> None:
     add(
         flags.flags.DEFINE_list,
         "recurrent",
-        "the fields that feed back, with commas; default: inferred",
+        "the fields that feed back, with commas, or none; default: inferred",
     )
     add(
         string,
@@ -207,7 +207,8 @@ def _reading(given: dict[str, Any]) -> dict[str, Any]:
     if "gamma" in given:
         how["gamma"] = known[given["gamma"]]
     if "recurrent" in given:
-        how["recurrent"] = tuple(_field(name) for name in given["recurrent"])
+        names = [] if given["recurrent"] == ["none"] else given["recurrent"]
+        how["recurrent"] = tuple(_field(name) for name in names)
     return how
 
 

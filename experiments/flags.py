@@ -19,7 +19,6 @@ from absl.flags import FlagValues
 Define = Callable[[FlagValues], None]
 Start = Callable[[str, dict[str, Any]], None]
 
-_MAY_BE_EMPTY = ("recurrent",)  # of diagnose: nothing feeds back
 HELP = {"--help", "-help", "-h", "-?", "--helpshort", "--helpfull"}
 
 
@@ -87,7 +86,7 @@ def parse(argv: Sequence[str], define: Define) -> dict[str, Any]:
 def check_given(given: Mapping[str, Any]) -> None:
     """Raises ``absl.flags.Error`` on a flag without a value, such as that of an unset variable."""
     for name, value in given.items():
-        if value in ("", []) and name not in _MAY_BE_EMPTY:
+        if value in ("", []):
             raise flags.Error(f"--{name}= has no value; leave the flag out for its default.")
 
 

@@ -63,7 +63,6 @@ class Learner:
         layer = RNN(build_cell(model), time_major=True, backend=model.backend)
         self._module = config.task.module(layer, model.embedding, model.decoder)
         self._optimizer = adam(config.training)
-        self._keep_best = config.training.keep_best or config.training.patience > 0
         self._several = len(config.training.lanes) > 1
 
         batch_size = config.training.batch_size
@@ -271,7 +270,7 @@ class Learner:
             loss_count=jnp.int32(0),
             diverged_at=jnp.int32(-1),
             halving=Halving.initial() if training.halve_every else None,
-            best=Best(params, worst, jnp.int32(0)) if self._keep_best else None,
+            best=Best(params, worst, jnp.int32(0)) if training.reports_best else None,
         )
 
     def _carry_fns(self, step: jax.Array | None) -> tuple[Any, ...]:

@@ -213,18 +213,16 @@ def _summarise(
         for metric in config.task.metrics
     }
     timing = list(read_rows(work.timing))
-    chosen: dict[str, Any] = {}
-    if state.best is not None:
-        chosen["chosen_on"] = learner.watched
+    best = {}
     if state.best is not None and learner.watched != learner.reported:
         headline = config.task.metrics[0]
-        best = np.atleast_1d(state.best.value) * (1 if headline.higher_is_better else -1)
-        found = _statistics(config, headline, _numbers(best, state))
-        chosen[learner.watched] = {headline.name: found}
+        value = np.atleast_1d(state.best.value) * (1 if headline.higher_is_better else -1)
+        found = _statistics(config, headline, _numbers(value, state))
+        best[learner.watched] = {headline.name: found}
     return {
         "metrics": metrics,
         "scored_on": learner.reported,
-        **chosen,
+        **best,
         "baselines": {metric.name: metric.baseline for metric in config.task.metrics},
         **learner.parameter_counts(),
         "steps": rows[-1]["step"],
@@ -255,8 +253,8 @@ def _print_summary(config: Config, work: Workdir, summary: dict[str, Any]) -> No
     metric = config.task.metrics[0]
     runs = summary["metrics"][metric.name]["per_run"]
     scored_on = summary.get("scored_on", "held_out").replace("_", "-")
-    if summary.get("chosen_on") == summary.get("scored_on", ""):
-        scored_on = f"best {scored_on}"
+    if config.training.reports_best and scored_on == "held-out":
+        scored_on = "best held-out"  # chosen by the set that it is of
     for run in runs:
         value = "diverged *" if run["diverged"] else number(run["value"])
         say(

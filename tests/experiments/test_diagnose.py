@@ -153,6 +153,10 @@ def test_the_reading_can_be_given(own, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "field 0 remembers and is read through cos; field 0 and field 1 feed back" in text
     assert [verdicts(text)[k][1] for k in (2, 3, 4)] == ["met", "met", "met"]
+    run(f"--cell={own}:Summing", *SMALL, "--recurrent=none", f"--out_dir={tmp_path}")
+    text = capsys.readouterr().out
+    assert "nothing feeds back" in text
+    assert verdicts(text)[5][1] == "met"  # there is no r
 
 
 def test_a_run_before_and_after_its_training(tmp_path, capsys, monkeypatch):
@@ -192,7 +196,7 @@ def test_a_run_before_and_after_its_training(tmp_path, capsys, monkeypatch):
             )
             drawn_norms = paths[0][moment]["all paths"]
             assert drawn_norms.shape == (2, 6)
-            np.testing.assert_allclose(drawn_norms[lane], norms[()], rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(drawn_norms[lane], norms[()], rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(histograms[0][moment]["f"], np.concatenate(expected), rtol=1e-5)
         middle = np.sort(1 / (1 - histograms[0][moment]["f"]))[6]
         assert f"timescales 1/(1-f) {moment}, 1%, 50%, 99% of units: " in text

@@ -378,7 +378,7 @@ def test_every_example_counts_once(examples, most, monkeypatch):
         outputs = whole._module.apply({"params": params}, batch.inputs)
         expected = jax.tree.map(jnp.mean, whole._task.score(outputs, batch))
         for name, value in scores.items():
-            np.testing.assert_allclose(value[lane], expected[name], rtol=1e-5)
+            np.testing.assert_allclose(value[lane], expected[name], rtol=1e-6)
 
 
 def test_early_stop(tmp_path):

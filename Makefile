@@ -1,6 +1,7 @@
 # make copy       install, then train GATO on the copy task (minutes on two cores)
 # make test       install, then lint, type-check and run the tests (13 minutes on two idle cores)
-# make test-all   the same with the full product of options instead of a covering array
+# make test-quick install, then lint, type-check and run a few minutes' part of the tests
+# make test-all   all of make test with the full product of options instead of a covering array
 # make test-gpu   the tests that need a GPU
 # make test-cuda  compile every backend for an H100, on any machine (installs JAX's CUDA plugin)
 # make test-tpu   compile every backend for TPUs, on any machine (installs libtpu)
@@ -10,7 +11,10 @@ BIN := $(VENV)/bin
 # One process per core; a file stays in one process, so that its compilations are shared.
 PYTEST_FLAGS ?= --numprocesses=auto --dist=loadfile
 
-.PHONY: copy test test-all test-gpu test-cuda test-tpu lint
+QUICK = tests/test_cells.py tests/test_golden.py tests/test_layers.py tests/test_package.py \
+        tests/test_scan.py tests/experiments
+
+.PHONY: copy test test-quick test-all test-gpu test-cuda test-tpu lint
 
 $(VENV)/installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +32,9 @@ lint: $(VENV)/installed
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+test-quick: lint
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(QUICK)
 
 test-all: lint
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --full

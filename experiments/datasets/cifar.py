@@ -59,8 +59,8 @@ def read_batch(path: Path, count: int) -> tuple[np.ndarray, np.ndarray]:
         if type(label) is not int or not 0 <= label < 10:
             raise damaged(path, end, f"label {index} is no number from 0 to 9")
     planes = np.frombuffer(data.content, np.uint8)
-    planes = planes.reshape(_PIXELS, count).T if data.fortran else planes
-    images = planes.reshape(count, 3, 32, 32).transpose(0, 2, 3, 1)
+    rows = planes.reshape((count, _PIXELS), order="F" if data.fortran else "C")
+    images = rows.reshape(count, 3, 32, 32).transpose(0, 2, 3, 1)
     return np.ascontiguousarray(images), np.array(labels, np.uint8)
 
 

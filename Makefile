@@ -2,6 +2,7 @@
 # make test       install, then lint, type-check and run the tests (13 minutes on two idle cores)
 # make test-quick install, then lint, type-check and run a few minutes' part of the tests
 # make test-all   all of make test with the full product of options instead of a covering array
+# make mutate     plant known mistakes in a copy, one by one; each must be caught (minutes)
 # make test-gpu   the tests that need a GPU
 # make test-cuda  compile every backend for an H100, on any machine (installs JAX's CUDA plugin)
 # make test-tpu   compile every backend for TPUs, on any machine (installs libtpu)
@@ -14,7 +15,7 @@ PYTEST_FLAGS ?= --numprocesses=auto --dist=loadfile
 QUICK = tests/test_cells.py tests/test_golden.py tests/test_layers.py tests/test_package.py \
         tests/test_scan.py tests/experiments
 
-.PHONY: copy test test-quick test-all test-gpu test-cuda test-tpu lint
+.PHONY: copy test test-quick test-all mutate test-gpu test-cuda test-tpu lint
 
 $(VENV)/installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -38,6 +39,9 @@ test-quick: lint
 
 test-all: lint
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --full
+
+mutate: $(VENV)/installed
+	$(BIN)/python -m tests.mutate
 
 test-gpu: $(VENV)/installed
 	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest tests/gpu

@@ -1,5 +1,5 @@
-"""The papers' experiments, one binary per task: ``python -m experiments.copy --help``.
+"""The papers' experiments, a room each: ``python -m experiments.copy --help``.
 
-Run from a clone; the wheel holds the library alone. ``flags`` reads the command line,
-``protocols`` turns it into a frozen ``config``, ``train.run(config, workdir)`` does the rest.
+Run from a clone; the wheel holds the library alone. ``settings`` says what may be set, ``command``
+reads the command line, ``training.loop.run(config, workdir)`` does the rest.
 """

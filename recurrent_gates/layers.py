@@ -218,9 +218,15 @@ class Stack(nn.Module):
         resets: jax.Array | None = None,
         carry_fns: Sequence[Any] | None = None,
         noise: Sequence[Sequence[Noise]] | None = None,
+        masks: Sequence[jax.Array] | None = None,
         deterministic: bool = False,
     ) -> Any:
-        """Applies the layers; arguments as in ``RNN``, carry and noise one entry per layer."""
+        """Applies the layers; arguments as in ``RNN``, carry and noise one entry per layer.
+
+        Args:
+          masks: factors on the outputs of every layer but the last, each laid out as these,
+            instead of draws from the ``"dropout"`` rng.
+        """
         count = len(self.cells)
         return_carry = self.return_carry if return_carry is None else return_carry
         time_major = self.time_major if time_major is None else time_major
@@ -230,6 +236,11 @@ class Stack(nn.Module):
         for name, value in (("initial_carry", initial_carry), ("noise", noise)):
             if value is not None and len(value) != count:
                 raise ValueError(f"{name} needs one entry per layer: {count}, got {len(value)}.")
+
+        if masks is not None and len(masks) != count - 1:
+            raise ValueError(
+                f"masks needs one entry per layer but the last: {count - 1}, got {len(masks)}."
+            )
 
         y = jnp.asarray(inputs)
         if y.ndim < 2:
@@ -241,7 +252,9 @@ class Stack(nn.Module):
             noise = self._draw(per_layer, steps, batch)
         carries = []
         for index, layer in enumerate(self.layers):
-            if index:
+            if index and masks is not None:
+                y = y * masks[index - 1]
+            elif index:
                 y = self.drop(y, deterministic=deterministic)
             carry, y = layer(
                 y,

@@ -1,13 +1,25 @@
 """Settings of the whole test run: the CPU, strict promotion, float64 on request, reproducible
 hypothesis, memory."""
 
+import importlib.metadata
 import os
+import sys
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Flags that are set already stay: a worker has those of the process that started it.
 # LLVM gets each program whole, not in 32 parts: on two busy cores that takes a third less time.
-os.environ["XLA_FLAGS"] = " ".join(
-    [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_parallel_codegen_split_count=1"]
-).strip()
+# Most programs run once, and take longer to compile than to run, so LLVM optimizes none. Those of
+# a full run, those for accelerators, and in any run those of `tests.support.users_jit` are compiled
+# as a user's are.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_cpu_parallel_codegen_split_count=1"
+    if {"--full", "tests/cuda", "tests/gpu", "tests/tpu"} & set(sys.argv)
+    else "--xla_cpu_parallel_codegen_split_count=1 --xla_backend_optimization_level=0"
+    # jaxlib 0.12 has one kind of emitters.
+    + " --xla_cpu_use_fusion_emitters=false"
+    * importlib.metadata.version("jaxlib").startswith("0.10."),
+)
 
 import gc
 

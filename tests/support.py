@@ -71,9 +71,8 @@ def dot(tree, cotangents):
 
 
 @functools.cache
-def _quick_options():
-    """Compiler options that this jaxlib knows; they compile in a third of the time and run
-    slower."""
+def _known(**wished):
+    """Those of some compiler options that this jaxlib knows."""
 
     def known(option):
         try:
@@ -82,16 +81,22 @@ def _quick_options():
             return False
         return True
 
-    wished = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
     return {name: value for name, value in wished.items() if known({name: value})}
 
 
 def quick_jit(function=None, **how):
-    """`jax.jit` for the many programs that a test runs once: same numbers, less time in the
-    compiler."""
+    """`jax.jit` for the many programs that a test runs once: same numbers, a third of the time in
+    the compiler."""
     if function is None:
         return functools.partial(quick_jit, **how)
-    return jax.jit(function, compiler_options=_quick_options(), **how)
+    options = _known(xla_backend_optimization_level=0, xla_cpu_use_fusion_emitters=False)
+    return jax.jit(function, compiler_options=options, **how)
+
+
+def users_jit(function):
+    """`jax.jit` with the compiler's own settings, which `conftest.py` changes for most tests."""
+    options = _known(xla_backend_optimization_level=3, xla_cpu_use_fusion_emitters=True)
+    return jax.jit(function, compiler_options=options)
 
 
 def to_numpy(tree):

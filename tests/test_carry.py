@@ -495,6 +495,14 @@ class Scale(rg.CarryFn):
         return new._replace(h=new.h + self.added)
 
 
+@struct.dataclass
+class OwnZoneout(rg.Zoneout):
+    """Uses its noise in a way of its own."""
+
+    def after(self, noise_t, prev, new):
+        return super().after(noise_t, new, prev)
+
+
 def test_functions_act_left_to_right_around_the_step():
     cell = rg.CELLS["rnn"](FEATURES, param_dtype=jnp.float64)
     params, carry, xs = parameters(cell, INPUTS), state(cell, ()), array(8, 1, INPUTS)

@@ -2,13 +2,16 @@
 
 import ast
 import configparser
+import contextlib
 import functools
 import inspect
+import io
 import json
 import os
 import re
+import runpy
 import shlex
-import subprocess
+import signal
 import sys
 from pathlib import Path
 
@@ -72,17 +75,17 @@ def commands():
     return sorted({words for words in split if words})
 
 
-def experiment(*arguments):
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{' '.join(arguments)}: {done.stderr}"
-    return done.stdout
+def output(module, *arguments):
+    """What a program prints, run in this process as ``python -m`` runs it."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.setattr(sys, "argv", [module, *arguments])
+        patch.setattr(signal, "signal", lambda *_: None)
+        for name in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"):
+            patch.setenv(name, os.environ.get(name, ""))  # put back afterwards
+        with jax.numpy_dtype_promotion("standard"), pytest.raises(SystemExit) as ended:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert not ended.value.code, f"{module} {' '.join(arguments)}"
+    return out.getvalue()
 
 
 def check_make(target):
@@ -101,20 +104,20 @@ def check_install(*arguments):
 
 
 def flags_of(module):
-    return set(re.findall(r"^  --(\w+)", experiment(module, "--help"), re.MULTILINE))
+    return set(re.findall(r"^  --(\w+)", output(module, "--help"), re.MULTILINE))
 
 
 def check_experiment(module, *arguments):
     if "--help" in arguments:
-        assert experiment(module, *arguments).startswith("usage:")
+        assert output(module, *arguments).startswith("usage:")
         return
-    untrained = ("experiments.compare", "experiments.diagnose")
+    untrained = ("experiments.compare", "experiments.diagnose", "experiments.sweep")
     if module in untrained or module.startswith("benchmarks."):
         named = {word.lstrip("-").partition("=")[0] for word in arguments if word.startswith("-")}
         assert named <= flags_of(module)
         return
-    described = json.loads(experiment(module, *arguments, "--describe"))
-    for run in described if isinstance(described, list) else [described]:
+    described = json.loads(output(module, *arguments, "--describe"))
+    for run in described.get("runs", {"": described}).values():
         assert 0 < run["recurrent_parameters"] < run["total_parameters"]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import recurrent_gates as rg
 from tests import reference
-from tests.support import assert_close, dot
+from tests.support import assert_close, dot, users_jit
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -100,7 +100,7 @@ def test_one_layer(name, backend):
     cell, params, grads, data, carry_fns, noise = problem(name)
     carry = initial(data)
 
-    @jax.jit
+    @users_jit
     def run(params, x, carry):
         def loss(params, x, carry):
             carries, ys = rg.unroll(
@@ -194,7 +194,7 @@ def test_two_bidirectional_layers_of_torch(kind, backend):
     params = jax.tree.map(jnp.asarray, as_variables(layers("param.")))
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, template)
 
-    @jax.jit
+    @users_jit
     def run(params, x):
         def loss(params, x):
             carries, ys = model.apply({"params": params}, x)

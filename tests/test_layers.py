@@ -74,27 +74,37 @@ def apply(model, variables, *inputs, **how):
     return quick_jit(lambda variables, *x: model.apply(variables, *x, **how))(variables, *inputs)
 
 
+@quick_jit(static_argnums=0, static_argnames=("reverse", "deterministic"))
 def unroll(cell, params, xs, **how):
-    return quick_jit(lambda params, xs: rg.unroll(cell, params, xs, **how))(params, xs)
+    return rg.unroll(cell, params, xs, **how)
 
 
 # In the place of nn.RNN.
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_rnn_starts_as_flaxs_rnn(name):
+    """The same parameters from the same key."""
+    x = array(8, BATCH, STEPS, INPUTS)
+    ours, theirs = (layer(build(name)) for layer in (rg.RNN, nn.RNN))
+    started = quick_jit(theirs.init)(jax.random.key(3), x)
+    assert_identical(quick_jit(ours.init)(jax.random.key(3), x), started)
+
+
+SETTINGS = (dict(), dict(reverse=True), dict(reverse=True, keep_order=True, time_major=True))
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [dict(), dict(reverse=True), dict(reverse=True, keep_order=True, time_major=True)],
+    ("name", "settings"),
+    [*((name, dict()) for name in NAMES), *(("gato2", how) for how in SETTINGS[1:])],
     ids=str,
 )
 def test_rnn_is_flaxs_rnn(name, settings):
-    """The same parameters from the same key, the same values, the same gradients."""
+    """The same values, the same gradients."""
     x = array(8, BATCH, STEPS, INPUTS)
     x = jnp.swapaxes(x, 0, 1) if settings.get("time_major") else x
     ours, theirs = (layer(build(name), return_carry=True, **settings) for layer in (rg.RNN, nn.RNN))
-    started = quick_jit(theirs.init)(jax.random.key(3), x)
-    assert_identical(quick_jit(ours.init)(jax.random.key(3), x), started)
-    moved = randomize(started, 6)
+    moved = variables(theirs, x)
 
     def results(model):
         def loss(moved, x):
@@ -106,8 +116,10 @@ def test_rnn_is_flaxs_rnn(name, settings):
     assert_close(results(ours), results(theirs))
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "reverse"),
+    [("lstm", False), ("lstm", True), ("ur_gru", True), ("gato2", False), ("om_lstm", True)],
+)
 def test_lengths_agree_with_flax_where_flax_defines_them(name, reverse):
     """The same carries and the same outputs at valid steps; in padding ours are zeros."""
     x, lengths = array(8, BATCH, STEPS, INPUTS), jnp.asarray([STEPS, 1, 4])
@@ -432,6 +444,25 @@ def test_a_stack_is_its_layers_in_turn(how):
     assert_identical(again, carries)
 
 
+@pytest.mark.parametrize("time_major", [False, True])
+def test_given_masks_are_factors_between_layers(time_major):
+    """Instead of what would be drawn; laid out as the layers' outputs."""
+    cells = build("lstm"), build("ur_gru"), build("gato1")
+    model = rg.Stack(cells, dropout=0.9, time_major=time_major)
+    x, *masks = (array(seed, STEPS, BATCH, width) for seed, width in ((8, INPUTS), (9, 4), (10, 4)))
+
+    def laid_out(leaf):
+        return leaf if time_major else jnp.swapaxes(leaf, 0, 1)
+
+    moved = variables(model, laid_out(x))
+    y, params = x, moved["params"]
+    for index, cell in enumerate(cells):
+        y = y * masks[index - 1] if index else y
+        y = unroll(cell, params[f"cells_{index}"], y)[1]
+    ys = apply(model, moved, laid_out(x), masks=[laid_out(mask) for mask in masks])
+    assert_close(laid_out(ys), y, tolerance=1e-13)
+
+
 @pytest.mark.parametrize(
     ("layers", "factors"), [(1, [1.0]), (2, [0.0, 1 / 0.7]), (3, [0.0, 1 / 0.7**2])]
 )
@@ -469,6 +500,11 @@ def test_dropout_is_torchs(layers, factors):
             lambda: rg.Stack([Identity()] * 2).apply({}, jnp.zeros((1, 2, 2)), initial_carry=(0,)),
             ValueError,
             "initial_carry",
+        ),
+        (
+            lambda: rg.Stack([Identity()] * 3).apply({}, jnp.zeros((1, 2, 2)), masks=[1]),
+            ValueError,
+            "masks needs one entry per layer but the last: 2, got 1",
         ),
         (lambda: rg.RNN(Identity()).apply({}, jnp.zeros(2)), ValueError, "time"),
         (

@@ -12,7 +12,7 @@ import pytest
 import recurrent_gates as rg
 from recurrent_gates.backends import blocks, newton, shooting
 from tests.support import array, assert_close, parameters, quick_jit, randomize, state
-from tests.test_carry import Scale
+from tests.test_carry import OwnZoneout, Scale
 from tests.test_gato import Count, StoreAtCount
 
 STEPS, BATCH, INPUTS, FEATURES = 37, 2, 2, 4
@@ -350,6 +350,24 @@ def test_nan_stays_where_the_scan_has_it(small):
         np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
 
 
+def test_nan_after_a_reset_reaches_no_gradient_before_it(small):
+    """One example is reset at step 20, the other never; both read a NaN at step 25."""
+    cell = build("gato1")
+    params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS).at[25].set(jnp.nan)
+    resets = jnp.zeros((STEPS, BATCH), bool).at[20, 0].set(True)
+
+    def slopes(backend):
+        def loss(xs):
+            return rg.unroll(cell, params, xs, resets=resets, backend=backend)[1].sum()
+
+        return np.asarray(quick_jit(jax.grad(loss))(xs))
+
+    got, want = slopes("newton"), slopes("scan")
+    assert np.isfinite(want[:20, 0]).all() and np.abs(want[:20, 0]).min() > 0
+    assert np.isnan(want[:25, 1]).all()
+    np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
 def test_parameters_that_have_diverged_cost_one_pass(small):
     cell = build("gato1")
     params = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), parameters(cell, INPUTS))
@@ -505,6 +523,22 @@ def test_float32_r_and_y():
     assert_close(got_y, want_y, 1e-4)
 
 
+def test_float32_is_the_loop_to_its_roundings(small):
+    """The first guesses are off by anything from 0.1 to 1e-7: each unit forgets at its own pace,
+    and is a recurrence of its own, that no other unit's gaps keep going."""
+    pace, xs = jnp.linspace(0.02, 0.98, 49, dtype=jnp.float32), array(8, 49, 60)
+
+    def run(solve):
+        def unit(pace, xs):
+            return solve(lambda c, x: jnp.tanh(pace * c + x), jnp.zeros((), jnp.float32), xs)
+
+        return quick_jit(jax.vmap(unit))(pace, xs.astype(jnp.float32))
+
+    got = run(lambda step, start, xs: shooting.solve(step, start, xs)[1])
+    want = run(lambda step, start, xs: jax.lax.scan(lambda c, x: (step(c, x),) * 2, start, xs)[1])
+    assert_close(got, want, 1e-5)
+
+
 def test_float32_s_over_65536_steps():
     """s in float32 is off by the roundings of its sum alone, 65,536 of up to 2.4e-7 at random:
     1.2e-4 for the worst of 16 units, where a plain sum would be off by 0.4."""
@@ -525,10 +559,22 @@ def test_float32_s_over_65536_steps():
         (lambda: rg.LSTM(FEATURES), (), "LSTM does not say"),
         (lambda: rg.GATO(FEATURES, f=Count(), g=StoreAtCount()), (), "GATO does not say"),
         (lambda: rg.CELLS["gato1"](FEATURES), (Scale(p=0.5, field="r"),), "Scale may mix"),
+        (
+            lambda: rg.CELLS["gato1"](FEATURES),
+            (OwnZoneout(p=0.5, field="r"),),
+            "OwnZoneout may mix",
+        ),
         (lambda: rg.CELLS["gato1"](FEATURES), (rg.Damp(p=0.5, field=0),), "must name its field"),
         (lambda: rg.CELLS["gato1"](FEATURES), (rg.Zoneout(p=0.5, field="s"),), "is no sum"),
     ],
-    ids=["lstm", "maps of one's own", "function of one's own", "index", "mean of s"],
+    ids=[
+        "lstm",
+        "maps of one's own",
+        "function of one's own",
+        "zoneout of one's own",
+        "index",
+        "mean of s",
+    ],
 )
 def test_what_newton_does_not_serve_is_refused_in_one_sentence(make, fns, why, x32):
     cell = make()

@@ -1,6 +1,7 @@
 """What is shipped: imports that go downwards, one version number, a wheel of the library alone."""
 
 import ast
+import collections
 import configparser
 import email
 import importlib.metadata
@@ -129,6 +130,93 @@ def test_programs_read_the_public_api_only(package):
             assert not last.startswith("_"), f"{package}.{module} imports {name}"
             if module_of(name) == "" and name != LIBRARY:
                 assert last in recurrent_gates.__all__, f"{package}.{module} imports {name}"
+
+
+# The rooms of the experiments
+
+
+# A room imports from the lines above its own; rooms of one line know nothing of each other.
+ROOMS = (
+    {"settings"},
+    {"datasets"},
+    {"machine"},
+    {"records"},
+    {"figures"},
+    {"training"},
+    {"command"},
+    {"copy", "adding", "pixels"},
+    {"forgetting", "transfer_copy"},
+    {"catalog"},
+    {"compare", "diagnose"},
+    {"sweep"},
+    {""},  # __init__.py
+)
+EXPERIMENTS = files("experiments")
+_MOST_FILES = 14
+
+
+def room_of(module):
+    return module.partition(".")[0]
+
+
+def level(module):
+    (found,) = [i for i, line in enumerate(ROOMS) if room_of(module) in line]
+    return found
+
+
+def experiments_imported(module):
+    """The modules of the experiments that one of them imports, also inside of functions."""
+    for name, _ in imports(EXPERIMENTS[module]):
+        if name.partition(".")[0] != "experiments":
+            continue
+        inside = name.partition(".")[2]
+        while inside not in EXPERIMENTS:
+            assert "." in inside, f"{module} imports {name}, which is not there"
+            inside = inside.rpartition(".")[0]
+        yield inside
+
+
+@pytest.mark.parametrize("module", EXPERIMENTS)
+def test_rooms_import_downwards_only(module):
+    for other in experiments_imported(module):
+        if room_of(other) != room_of(module):
+            assert level(other) < level(module), f"{module} imports {other}"
+
+
+def test_no_module_of_the_experiments_imports_itself_by_a_detour():
+    above = {module: set(experiments_imported(module)) for module in EXPERIMENTS}
+    for module, others in above.items():
+        if module.endswith(".settings"):  # which task it is of is looked up when there is one
+            others.discard(f"{room_of(module)}.task")
+    while above:
+        lowest = {module for module, others in above.items() if not others & set(above)}
+        assert lowest, f"these import each other: {sorted(above)}"
+        above = {module: others for module, others in above.items() if module not in lowest}
+
+
+def test_no_room_is_crowded():
+    rooms = collections.Counter(room_of(module) for module in EXPERIMENTS)
+    assert max(rooms.values()) <= _MOST_FILES, rooms
+
+
+def test_settings_are_read_without_jax():
+    """``--help`` is quick: nothing on its way imports JAX, or what does, at module level."""
+    light = {"absl"} | set(sys.stdlib_module_names)
+    waiting, seen = ["copy.__main__", "pixels.__main__"], set()
+    while waiting:
+        module = waiting.pop()
+        seen.add(module)
+        for name, late in imports(EXPERIMENTS[module]):
+            top = name.partition(".")[0]
+            if late:
+                continue
+            assert top in light | {"experiments"}, f"{module} imports {name}"
+        early = {name for name, late in imports(EXPERIMENTS[module]) if not late}
+        for other in experiments_imported(module):
+            path = f"experiments.{other}"
+            if any(name == path or name.startswith(f"{path}.") for name in early):
+                waiting += [other] if other not in seen else []
+    assert {"settings.resolver", "command.flags", "pixels.settings"} <= seen
 
 
 # The version

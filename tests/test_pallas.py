@@ -19,6 +19,7 @@ from recurrent_gates.backends import pallas_gato, pallas_loop
 from recurrent_gates.backends.pallas_body import in_kernel
 from recurrent_gates.backends.pallas_loop import time_loop
 from tests.support import array, assert_close, parameters, quick_jit, state
+from tests.test_carry import OwnZoneout
 from tests.test_gato import Count
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -49,8 +50,8 @@ def compare(cell, batch=(BATCH,), around=lambda f: f, lanes=(), dtype=jnp.float6
     assert_close(results("pallas"), results("scan"))
 
 
-# CR and CM are UR and UM with other values of b.
-@pytest.mark.parametrize("gate", [gate for gate in rg.GATES if gate not in ("cr", "cm")])
+# C, CR and CM are U, UR and UM with other values of b, which are random here.
+@pytest.mark.parametrize("gate", [gate for gate in rg.GATES if gate not in ("c", "cr", "cm")])
 @pytest.mark.parametrize("family", ["lstm", "gru", "janet"])
 def test_gates(family, gate):
     spec = rg.GATES[gate]
@@ -358,14 +359,6 @@ class OwnKeys(rg.CarryFn):
 
     def draw(self, key, steps, batch_shape):
         return jax.random.split(key, steps)
-
-
-@struct.dataclass
-class OwnZoneout(rg.Zoneout):
-    """Uses its keys in a way of its own."""
-
-    def after(self, noise_t, prev, new):
-        return super().after(noise_t, new, prev)
 
 
 class TallWeights(rg.LSTM):

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.config import UserError
 from experiments.datasets import cifar, prepared
 from experiments.datasets.damage import damaged
 from experiments.datasets.idx import read_idx
+from experiments.settings.errors import UserError
 
 __all__ = ["SOURCES", "Images", "Source", "load"]
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.config import UserError
 from experiments.datasets.damage import damaged, unreadable
+from experiments.settings.errors import UserError
 
 SHAPE = (32, 32, 3)
 _PIXELS = 32 * 32 * 3

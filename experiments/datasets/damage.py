@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.config import UserError
+from experiments.settings.errors import UserError
 
 
 def damaged(path: Path, offset: int, reason: str) -> UserError:

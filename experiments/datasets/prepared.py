@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.config import UserError
+from experiments.settings.errors import UserError
 
 _DEFAULT = Path("~", "tensorflow_datasets")
 

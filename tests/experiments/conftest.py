@@ -1,7 +1,16 @@
 """Settings of the experiments' tests."""
 
+import os
+import runpy
+import signal
+import sys
+import types
+
 import jax
 import pytest
+from matplotlib.figure import Figure
+
+from experiments.machine import processes
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -24,3 +33,42 @@ def shared_compilations(tmp_path_factory):
     yield
     for name, value in before.items():
         jax.config.update(name, value)
+
+
+@pytest.fixture(autouse=True)
+def last_words(monkeypatch):
+    """A process has its last words once, but each of these tests stands for one of its own."""
+    always = types.SimpleNamespace(acquire=lambda blocking: True)
+    monkeypatch.setattr(processes, "_last_words", always)
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are saved, in order; they are written, too."""
+    figures = []
+    save = Figure.savefig
+
+    def keep(figure, *arguments, **options):
+        figures.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return figures
+
+
+@pytest.fixture
+def program(monkeypatch, capsys):
+    """A module and flags -> exit code, standard output and standard error of that binary, in this
+    process."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for name in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # put back afterwards
+
+    def run(module, *argv):
+        monkeypatch.setattr(sys, "argv", [module, *argv])
+        monkeypatch.delitem(sys.modules, f"{module}.__main__", raising=False)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module(module, run_name="__main__")
+        return (ended.value.code or 0, *capsys.readouterr())
+
+    return run

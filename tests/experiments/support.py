@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import orbax.checkpoint as ocp
 
-from experiments import protocols
+from experiments.copy.settings import COPY
+from experiments.settings.resolver import resolve
 
 ROOT = Path(__file__).parents[2]
 COMPILED = tempfile.mkdtemp()  # programs that the binaries compile, instead of the user's cache
@@ -35,7 +36,7 @@ TINY = {
 
 def tiny(**settings):
     """A config that trains in no time."""
-    return protocols.resolve("copy", "small", TINY | settings)
+    return resolve(COPY, "small", TINY | settings)
 
 
 def leaves(workdir, step):
@@ -52,20 +53,33 @@ def assert_same_bits(actual, expected):
         assert actual[name].tobytes() == value.tobytes(), name
 
 
-def command(*flags):
-    """A command line of the binary."""
-    return [sys.executable, "-m", "experiments.copy", *flags]
+def command(*flags, module="experiments.copy"):
+    """A command line of a binary."""
+    return [sys.executable, "-m", module, *flags]
 
 
 def environment(devices=1):
     """The environment of a process that sees so many CPU devices."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
-    own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_COMPILATION_CACHE_DIR": COMPILED}
-    return os.environ | own
+    return os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": flags,
+        "JAX_COMPILATION_CACHE_DIR": COMPILED,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
 
 
-def binary(*flags, devices=1):
-    """Runs the binary to its end."""
+def run_binary(*flags, module="experiments.copy", devices=1):
+    """Runs a binary to its end."""
+    return _run(command(*flags, module=module), devices)
+
+
+def run_source(source, devices=1):
+    """Runs a program of Python to its end."""
+    return _run([sys.executable, "-c", source], devices)
+
+
+def _run(command, devices):
     return subprocess.run(
-        command(*flags), cwd=ROOT, env=environment(devices), capture_output=True, text=True
+        command, cwd=ROOT, env=environment(devices), capture_output=True, text=True, check=False
     )

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments import datasets
-from experiments.config import UserError
 from experiments.datasets import cifar, prepared
 from experiments.datasets.idx import read_idx
+from experiments.settings.errors import UserError
 from tests.experiments import image_files
 
 PIXELS = image_files.images(3, 5, 4, 3)

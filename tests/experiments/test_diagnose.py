@@ -1,6 +1,5 @@
 """The diagnose binary: its table, its figures, cells of the user's own, wishes that cannot be."""
 
-import subprocess
 import sys
 
 import jax.numpy as jnp
@@ -8,10 +7,16 @@ import numpy as np
 import pytest
 from absl.flags import Error
 
-from experiments import analysis_figures, diagnose, diagnosis, flags, studies, train
-from experiments.config import UserError, build_cell
+from experiments.command import flags, runs
+from experiments.copy.settings import COPY
+from experiments.diagnose import __main__ as binary
+from experiments.diagnose import figures, measurements
+from experiments.settings.cells import build_cell
+from experiments.settings.errors import UserError
+from experiments.training import loop
+from experiments.training.learner import Learner
 from recurrent_gates import analysis, desiderata
-from tests.experiments.support import ROOT, environment, tiny
+from tests.experiments.support import tiny
 from tests.support import quick_jit
 
 OWN = """
@@ -61,23 +66,23 @@ def own(tmp_path, monkeypatch):
     sys.modules.pop("own_cells_of_a_test", None)
 
 
-def run(*argv):
-    diagnose.begin("diagnose", flags.parse(["diagnose", *argv], diagnose.define))
+def start(*argv):
+    binary.begin(flags.parse(["diagnose", *argv], binary.define))
 
 
 SMALL = ("--hidden_size=6", "--in_features=2", "--steps=12", "--draws=2")
 
 
-def drawn(folder):
+def pictures(folder):
     """Names of the PNGs and their pictures' sizes, from the files' headers."""
-    pictures = {}
+    sizes = {}
     for path in folder.glob("*.png"):
         data = path.read_bytes()
         assert data[:8] == b"\x89PNG\r\n\x1a\n"
-        pictures[path.name] = tuple(np.frombuffer(data[16:24], ">u4"))
+        sizes[path.name] = tuple(np.frombuffer(data[16:24], ">u4"))
         # A figure has ink: far more bytes than an empty canvas of its size.
         assert len(data) > 10_000, path
-    return pictures
+    return sizes
 
 
 def verdicts(text):
@@ -91,7 +96,7 @@ def verdicts(text):
 
 
 def test_an_lstm(tmp_path, capsys):
-    run("--cell=ur_lstm", *SMALL, f"--out_dir={tmp_path}")
+    start("--cell=ur_lstm", *SMALL, f"--out_dir={tmp_path}")
     text = capsys.readouterr().out
     no, yes = ("not met", "not met"), ("met", "met")
     assert verdicts(text) == {1: no, 2: yes, 3: no, 4: yes, 5: yes}
@@ -100,19 +105,19 @@ def test_an_lstm(tmp_path, capsys):
     for words in ("all paths", "without c", "without h", "gates, mean", "uniform, refined"):
         assert words in text
     names = {"criteria.png", "gradient_paths.png", "gate_histograms.png", "timescales.png"}
-    assert set(drawn(tmp_path)) == names
+    assert set(pictures(tmp_path)) == names
 
 
 def test_a_network_without_gates(tmp_path, capsys):
-    run("--cell=rnn", *SMALL, f"--out_dir={tmp_path}")
+    start("--cell=rnn", *SMALL, f"--out_dir={tmp_path}")
     text = capsys.readouterr().out
     assert "names no gates" in text
-    assert set(drawn(tmp_path)) == {"criteria.png", "gradient_paths.png"}
+    assert set(pictures(tmp_path)) == {"criteria.png", "gradient_paths.png"}
 
 
 def test_a_cell_of_the_users_own(own, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    run(f"--cell={own}:Summing", *SMALL)
+    start(f"--cell={own}:Summing", *SMALL)
     text = capsys.readouterr().out
     found = verdicts(text)
     assert {k: v for k, (_, v) in found.items()} == {
@@ -124,17 +129,15 @@ def test_a_cell_of_the_users_own(own, tmp_path, monkeypatch, capsys):
     }
     assert {expected for expected, _ in found.values()} == {"-"}
     assert "measured as expected" not in text
-    assert len(drawn(tmp_path / "runs" / "diagnose" / f"{own}.Summing")) == 2
+    assert len(pictures(tmp_path / "runs" / "diagnose" / f"{own}.Summing")) == 2
 
 
 def test_a_foreign_cell(own, tmp_path, monkeypatch, capsys):
     """Its y is no field that gradients flow through; its width is its own."""
     titles = []
-    draw = analysis_figures.gradient_paths
-    monkeypatch.setattr(
-        analysis_figures, "gradient_paths", lambda *a: (titles.append(a[2]), draw(*a))
-    )
-    run(f"--cell={own}:foreign", *SMALL, f"--out_dir={tmp_path}")
+    draw = figures.gradient_paths
+    monkeypatch.setattr(figures, "gradient_paths", lambda *a: (titles.append(a[2]), draw(*a)))
+    start(f"--cell={own}:foreign", *SMALL, f"--out_dir={tmp_path}")
     assert titles == [f"{own}:foreign  ·  4 units  ·  2 draws of parameters"]
     text = capsys.readouterr().out
     assert text.count("all paths") == 2
@@ -142,7 +145,7 @@ def test_a_foreign_cell(own, tmp_path, monkeypatch, capsys):
 
 
 def test_the_reading_can_be_given(own, tmp_path, capsys):
-    run(
+    start(
         f"--cell={own}:foreign",
         *SMALL,
         "--remembered=0",
@@ -153,47 +156,50 @@ def test_the_reading_can_be_given(own, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "field 0 remembers and is read through cos; field 0 and field 1 feed back" in text
     assert [verdicts(text)[k][1] for k in (2, 3, 4)] == ["met", "met", "met"]
-    run(f"--cell={own}:Summing", *SMALL, "--recurrent=none", f"--out_dir={tmp_path}")
+    start(f"--cell={own}:Summing", *SMALL, "--recurrent=none", f"--out_dir={tmp_path}")
     text = capsys.readouterr().out
     assert "nothing feeds back" in text
     assert verdicts(text)[5][1] == "met"  # there is no r
 
 
-def test_a_run_before_and_after_its_training(tmp_path, capsys, monkeypatch):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The workdirs of an LSTM with rates of which one diverged, and of a cell without gates."""
+    directory = tmp_path_factory.mktemp("runs")
+    loop.run(tiny(cell="lstm", seeds=2, learning_rates=(1e-1, 1e30)), directory / "lstm")
+    loop.run(tiny(cell="rnn", hidden_size=4, keep_best=True), directory / "rnn")
+    return directory
+
+
+def test_a_run_before_and_after_its_training(trained, tmp_path, capsys, monkeypatch):
     histograms, paths = [], []
-    draw, draw_paths = analysis_figures.gate_histograms, analysis_figures.gradient_paths
-    monkeypatch.setattr(
-        analysis_figures, "gate_histograms", lambda *a: (histograms.append(a[0]), draw(*a))
-    )
-    monkeypatch.setattr(
-        analysis_figures, "gradient_paths", lambda *a: (paths.append(a[0]), draw_paths(*a))
-    )
-    config = tiny(cell="lstm", seeds=2, learning_rates=(1e-1, 1e30))
-    train.run(config, tmp_path)
-    run(f"--workdir={tmp_path}", "--steps=5")
+    draw, draw_paths = figures.gate_histograms, figures.gradient_paths
+    monkeypatch.setattr(figures, "gate_histograms", lambda *a: (histograms.append(a[0]), draw(*a)))
+    monkeypatch.setattr(figures, "gradient_paths", lambda *a: (paths.append(a[0]), draw_paths(*a)))
+    start(f"--workdir={trained / 'lstm'}", "--steps=5")
     text = capsys.readouterr().out
-    assert f"{tmp_path.name}: lstm before and after 4 steps of training\n" in text
+    assert "lstm: lstm before and after 4 steps of training\n" in text
     assert "log10 |d state_T / d state_t| at gap 5, before training: all paths" in text
-    assert set(drawn(tmp_path / "figures")) >= {"gradient_paths.png", "gate_histograms.png"}
+    names = {"gradient_paths.png", "gate_histograms.png"}
+    assert set(pictures(trained / "lstm" / "figures")) >= names
 
     # The two lanes that did not diverge, one by one.
-    found = studies.finished(tmp_path)
-    tokens = np.asarray(found.config.task.held_out(found.config.task.load())["held_out"].inputs)
+    finished = runs.finished(trained / "lstm", [COPY])
+    finished.learner.load()
+    cell = build_cell(finished.config.model)
+    tokens = np.asarray(finished.config.task.sets(finished.config.task.load())["held_out"].inputs)
     for moment, params in (
-        ("before training", found.learner.initial().params),
-        ("after training", found.params),
+        ("before training", finished.learner.initial().params),
+        ("after training", finished.params),
     ):
         expected = []
         for lane in range(2):
-            one = found.lane(params, lane)
+            one = finished.lane(params, lane)
             xs = np.asarray(one["encoder"]["Embed_0"]["embedding"])[tokens[:, :16]]
-            gates = analysis.gate_activations(
-                build_cell(found.config.model), one["recurrent"]["cell"], jnp.asarray(xs)
-            )
+            own = one["recurrent"]["cell"]
+            gates = analysis.gate_activations(cell, own, jnp.asarray(xs))
             expected.append(np.mean(gates["f"], axis=(0, 1)))
-            norms = analysis.gradient_paths(
-                build_cell(found.config.model), one["recurrent"]["cell"], jnp.asarray(xs[:5, 0])
-            )
+            norms = analysis.gradient_paths(cell, own, jnp.asarray(xs[:5, 0]))
             drawn_norms = paths[0][moment]["all paths"]
             assert drawn_norms.shape == (2, 6)
             np.testing.assert_allclose(drawn_norms[lane], norms[()], rtol=1e-5, atol=1e-5)
@@ -204,28 +210,36 @@ def test_a_run_before_and_after_its_training(tmp_path, capsys, monkeypatch):
     assert not np.allclose(*(means["f"] for means in histograms[0].values()))
 
 
-def test_a_run_without_gates_or_survivors(tmp_path, capsys):
-    config = tiny(cell="rnn", hidden_size=4, keep_best=True)
-    train.run(config, tmp_path / "rnn")
-    run(f"--workdir={tmp_path / 'rnn'}", f"--out_dir={tmp_path / 'out'}")
+def test_a_run_without_gates(trained, tmp_path, capsys):
+    start(f"--workdir={trained / 'rnn'}", f"--out_dir={tmp_path}")
     text = capsys.readouterr().out
-    assert "\nbest held-out copied_token_probability: " in text
     assert "names no gates" in text
     assert "steps of training, with the best parameters of that time\n" in text
     # ABA has fewer than 200 steps, of which the last is not read.
     assert f"at gap {2 * 3 + 4 - 1}, after" in text
-    assert set(drawn(tmp_path / "out")) == {"gradient_paths.png"}
-    train.run(tiny(learning_rates=(1e30,)), tmp_path / "diverged")
+    assert set(pictures(tmp_path)) == {"gradient_paths.png"}
+
+
+def test_runs_that_cannot_be_measured(trained, tmp_path, monkeypatch):
+    layers = tiny(layers=2)
+    finished = runs.Finished(layers, Learner(layers), None, {})
+    with pytest.raises(UserError, match="looks at one recurrent layer, and the run has several"):
+        measurements.measure_run(finished, "run", 5, tmp_path)
+    monkeypatch.setattr(measurements, "_MEMORY", 4 * 2 * 5 * 12**2 - 1)  # h and c of 6 units
+    with pytest.raises(UserError, match="most of it is for Jacobians: lower --steps"):
+        start(f"--workdir={trained / 'lstm'}", "--steps=5", f"--out_dir={tmp_path}")
+    monkeypatch.setattr(runs.Finished, "diverged", [True])
     with pytest.raises(UserError, match="every seed of this run diverged"):
-        run(f"--workdir={tmp_path / 'diverged'}")
+        start(f"--workdir={trained / 'rnn'}", f"--out_dir={tmp_path}")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_refine_gate(tmp_path, capsys):
-    run("--figure=gates", f"--out_dir={tmp_path}")
+    start("--figure=gates", f"--out_dir={tmp_path}")
     text = capsys.readouterr().out
     for words in ("of shape 1.0", "5/6 = 0.8333", "5/12 = 0.4167", "differ by"):
         assert words in text
-    assert set(drawn(tmp_path)) == {"refine_gate.png"}
+    assert set(pictures(tmp_path)) == {"refine_gate.png"}
 
 
 def test_the_table_says_where_theory_failed():
@@ -233,7 +247,7 @@ def test_the_table_says_where_theory_failed():
     results = [
         desiderata.Criterion(k, "s", "q", 0.5, 1.0, k != 4, np.zeros((1, 1))) for k in range(1, 6)
     ]
-    text = diagnosis.table(results, good)
+    text = measurements.table(results, good)
     assert text.endswith("measured as expected: all but 4")
     assert "4 |sin| <= 1" in text
 
@@ -243,28 +257,42 @@ def test_the_table_says_where_theory_failed():
     [(3.38e-5, "3.4e-05"), (0.589, "0.589"), (1.0, "1"), (1e21, "1e+21"), (np.inf, "inf")],
 )
 def test_numbers_are_short(value, text):
-    assert analysis_figures.shown(value) == text
+    assert figures.shown(value) == text
 
 
 BAD = {
     "--cell=lstn": "There is no cell named 'lstn'; did you mean lstm",
     "--cell=gato --hidden_size=7": "must be even; got 7",
-    "--cell=nowhere:Cell": "Module 'nowhere' cannot be imported: ModuleNotFoundError",
+    "--cell=nowhere:Cell": "module nowhere cannot be imported: ModuleNotFoundError",
     "--cell=OWN:Missing": "has no 'Missing'",
     "--cell=OWN:number": "cannot be built: TypeError",
     "--cell=collections:OrderedDict": "nor a Flax cell, but OrderedDict",
     "--cell=OWN:Broken": "cannot be measured: RuntimeError: this step",
     "--cell=gru --remembered=c": "no floating field 'c'; it has h",
-    "--hidden_size=0": "--hidden_size must be at least 1",
+    "--cell=gru --recurrent=h,h": "--recurrent must name each value once.",
+    "--hidden_size=0": "--hidden_size must be at least 1 and below 2147483648, got 0.",
+    "--hidden_size=2147483648": "--hidden_size must be at least 1 and below 2147483648",
     "--steps=0": "--steps must be at least 1",
+    "--steps=0x10": "--steps=0x10: it must be a whole number in plain digits",
     "--draws=-1": "--draws must be at least 1",
     "--in_features=0": "--in_features must be at least 1",
     "--seed=-1": "--seed must be at least 0",
-    "--cell=lstm --hidden_size=512 --steps=5000": "GB: lower --steps, --hidden_size or --draws",
+    "--cell=lstm --hidden_size=512 --steps=5000": "105 GB of memory, and 4 are the most",
+    "--hidden_size=2000000000": "most of it is for Jacobians: lower --steps, --hidden_size",
+    "--in_features=2000000000": "most of it is for parameters: lower --steps, --hidden_size",
+    "--in_features=200000 --draws=100": "most of it is for inputs: lower --steps, --hidden_size",
+    "--draws=2000000000": "most of it is for Jacobians",
     "--learning_rate=0.1": "learning_rate",
-    "--gamma=relu": "gamma",
+    "--gamma=relu": "--gamma=relu: it must be one of identity, tanh",
+    "--figure=gates --cell=lstm": "--cell is for a cell: --figure=gates is of the refine gate",
+    "--figure=gates --steps=9": "--steps is for a cell: --figure=gates is of the refine gate",
+    "--figure=gates --recurrent=none": "--recurrent is for a cell: --figure=gates is of the",
+    "--figure=gates --seed=-1": "--seed must be at least 0",
     "--workdir=x --cell=lstm": "--cell is for fresh parameters: --workdir has its own",
+    "--workdir=x --seed=0": "--seed is for fresh parameters: --workdir has its own",
+    "--workdir=x --draws=5": "--draws is for fresh parameters: --workdir has its own",
     "--workdir=x --figure=gates": "--figure is for fresh parameters",
+    "--workdir=x --steps=0": "--steps must be at least 1",
     "--workdir=nowhere": "nowhere is not a workdir",
     "--remembered=": "--remembered= has no value",
     "lstm": "no argument 'lstm'",
@@ -272,40 +300,37 @@ BAD = {
 
 
 @pytest.mark.parametrize("wish", BAD)
-def test_bad_wishes_get_one_sentence(wish, own, tmp_path):
+def test_bad_wishes_get_one_sentence(wish, own, tmp_path, monkeypatch):
+    monkeypatch.setattr(measurements, "table", pytest.fail)
     argv = [part.replace("OWN", own) for part in wish.split()]
     with pytest.raises((Error, UserError)) as caught:
-        run(*argv, f"--out_dir={tmp_path / 'out'}")
+        start(*argv, f"--out_dir={tmp_path / 'out'}")
     assert BAD[wish] in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be made"):
-        run(f"--out_dir={tmp_path / 'file' / 'x'}")
+    with pytest.raises(UserError, match=r"cannot make the directory .*/x: Not a directory"):
+        start(f"--out_dir={tmp_path / 'file' / 'x'}")
 
 
-def binary(*argv):
-    command = [sys.executable, "-m", "experiments.diagnose", *argv]
-    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+def test_figures_need_matplotlib(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match="Figures need matplotlib: pip install"):
+        start("--figure=gates", f"--out_dir={tmp_path / 'out'}")
+    assert not list(tmp_path.iterdir())
 
 
-def test_help_exits_0():
-    done = binary("--help")
-    assert done.returncode == 0
-    assert "--in_features" in done.stdout
-    assert "learning_rate" not in done.stdout
-
-
-def test_an_unknown_flag_exits_2():
-    done = binary("--hiden_size=3")
-    assert done.returncode == 2
-    assert done.stderr.startswith("experiments.diagnose: There is no flag --hiden_size; did you")
-    assert "Traceback" not in done.stderr
-
-
-def test_an_unknown_cell_exits_2(tmp_path):
-    done = binary("--cell=lstn", f"--out_dir={tmp_path}")
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1
+def test_exit_codes(tmp_path, program):
+    code, out, err = program("experiments.diagnose", "--cell=lstn", f"--out_dir={tmp_path}")
+    assert (code, out) == (2, "")
+    assert err.startswith("experiments.diagnose: There is no cell named 'lstn'; did you mean lstm")
+    assert err.count("\n") == 1
+    code, out, err = program("experiments.diagnose", "--hiden_size=3")
+    assert (code, out) == (2, "")
+    assert err.startswith("experiments.diagnose: There is no flag --hiden_size; did you mean --hid")
+    code, out, err = program("experiments.diagnose", "--help")
+    assert (code, err) == (0, "")
+    assert "\n  --in_features=IN_FEATURES\n" in out
+    assert "learning_rate" not in out

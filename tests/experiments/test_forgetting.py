@@ -5,14 +5,19 @@ import json
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from absl.flags import Error
 
-from experiments import flags, forgetting, protocols, studies, timescale_study
-from experiments.config import UserError, build_cell
-from experiments.learner import Learner
-from experiments.tasks.forgetting import saturate
+from experiments.command import flags, runs
+from experiments.forgetting import __main__ as binary
+from experiments.forgetting import study
+from experiments.forgetting.settings import FORGETTING
+from experiments.forgetting.task import saturate
+from experiments.settings.cells import build_cell
+from experiments.settings.errors import UserError
+from experiments.settings.resolver import resolve
+from experiments.training.learner import Learner
 from recurrent_gates import CELLS, analysis
 
 TINY = {
@@ -26,7 +31,15 @@ TINY = {
 
 
 def tiny(**settings):
-    return protocols.resolve("forgetting", "small", TINY | settings)
+    return resolve(FORGETTING, "small", TINY | settings)
+
+
+def start(*argv):
+    def define(values):
+        flags.define_experiment(FORGETTING, values)
+        binary.define(values)
+
+    binary.begin(flags.parse(["forgetting", *argv], define))
 
 
 @pytest.mark.parametrize(
@@ -49,20 +62,14 @@ def test_the_bias_drawn_before_is_still_trained():
 
 
 @pytest.mark.parametrize("name", ["o_lstm", "om_lstm", "um_lstm", "rnn", "gato"])
-def test_other_gates_are_refused(name, tmp_path):
-    runs = {cell: tiny(cell=cell, hidden_size=16) for cell in ("lstm", name)}
+def test_other_gates_are_refused(name):
+    configs = {cell: tiny(cell=cell, hidden_size=16) for cell in ("lstm", name)}
     with pytest.raises(UserError, match="--cell must have a sigmoid forget gate"):
-        studies.train_all(runs, tmp_path)
-    assert not list(tmp_path.iterdir())  # nothing was trained before
-
-
-def test_a_bias_that_is_no_number():
-    with pytest.raises(UserError, match="--gate_bias must be a finite number, got nan"):
-        tiny(gate_bias=float("nan")).check()
+        study.check(configs)
 
 
 def test_settings_are_the_papers():
-    ur = protocols.resolve("forgetting", "ur", {"cell": "lstm"}).resolved()
+    ur = resolve(FORGETTING, "ur", {"cell": "lstm"}).resolved()
     assert ur["task"] == {
         "name": "forgetting",
         "length": 500,
@@ -75,69 +82,82 @@ def test_settings_are_the_papers():
     assert ur["training"]["steps"] == 10_000
 
 
-@pytest.mark.parametrize("cell", ["lstm", "ur_lstm"])
-def test_training_changes_every_parameter(cell):
-    learner = Learner(tiny(cell=cell))
-    learner.prepare()
-    before = jax.device_get(learner.initial().params)
-    after = learner.advance(learner.initial(), 0, 3).params
-    for path, leaf in jax.tree_util.tree_leaves_with_path(before):
-        trained = functools.reduce(lambda tree, key: tree[key.key], path, after)
-        assert not np.array_equal(leaf, trained), jax.tree_util.keystr(path)
-
-
 def test_periods_are_those_of_the_effective_gate():
     # Without weights a gate is its bias: D = 1 / (1 - sigmoid(b)) = 1 + exp(b); a refine gate
     # that starts at 1 / 2 changes nothing.
     config = tiny(cell="r_lstm")
     learner = Learner(config)
     learner.load()
-    found = studies.Finished(config, learner, None, {})
+    finished = runs.Finished(config, learner, None, {})
     biases = np.log([9.0, 1.0, 99.0, 4.0]).astype(np.float32)
-    params = jax.tree.map(jnp.zeros_like, learner.initial().params)
+    params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), learner.shapes().params)
     params["recurrent"]["cell"]["bias"]["f"] = jnp.array(biases)
-    periods = timescale_study.periods(found, params)
-    np.testing.assert_allclose(periods, [2, 5, 10, 100], rtol=1e-4)
+    np.testing.assert_allclose(study.periods(finished, params), [2, 5, 10, 100], rtol=1e-4)
     # A refine gate at 1 makes g = 1 - (1 - f)^2, so D is squared.
     params["recurrent"]["cell"]["bias"]["r"] = jnp.full(4, 40.0)
-    np.testing.assert_allclose(
-        timescale_study.periods(found, params), [4, 25, 100, 10_000], rtol=1e-2
-    )
+    np.testing.assert_allclose(study.periods(finished, params), [4, 25, 100, 10_000], rtol=1e-2)
+    # A gate that rounds to one forgets nothing.
+    params["recurrent"]["cell"]["bias"]["f"] = jnp.full(4, 40.0)
+    assert study.periods(finished, params) == [np.inf] * 4
 
 
-def test_a_gate_that_rounds_to_one_has_an_infinite_timescale(tmp_path, capsys):
-    runs = {"lstm": tiny(cell="lstm", gate_bias=40.0)}
-    found = timescale_study.run(runs, tmp_path)["lstm"]
-    assert found["before"] == found["after"] == [[np.inf] * 4]
-    text = (tmp_path / "forgetting.json").read_text()
-    assert json.loads(text, parse_constant=pytest.fail)["lstm"]["after"] == [[None] * 4]
-    table = (tmp_path / "forgetting.md").read_text()
-    assert table.splitlines()[2].count("∞") == 4
-    assert "figure: " in capsys.readouterr().out
+CONFIGS = {cell: tiny(cell=cell, learning_rates=(1e-3, 1e30)) for cell in ("lstm", "ur_lstm")}
 
 
-def test_a_study(tmp_path, monkeypatch, capsys):
-    shown = []
-    monkeypatch.setattr(plt, "close", shown.append)
-    rates = {"learning_rates": (1e-3, 1e30)}
-    runs = {cell: tiny(cell=cell, **rates) for cell in ("lstm", "ur_lstm")}
-    timescale_study.run(runs, tmp_path)
+@pytest.fixture(scope="module")
+def studied(tmp_path_factory):
+    """The directory of a study of two cells, each with a rate that diverges."""
+    directory = tmp_path_factory.mktemp("study")
+    study.run(CONFIGS, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def trained(studied):
+    """The runs of that study by cell."""
+    finished = {cell: runs.finished(studied / cell, [FORGETTING]) for cell in CONFIGS}
+    for one in finished.values():
+        one.learner.load()
+    return finished
+
+
+@pytest.mark.parametrize("cell", CONFIGS)
+def test_training_changes_every_parameter(cell, trained):
+    before, after = trained[cell].learner.initial().params, trained[cell].params
+    for path, leaf in jax.tree_util.tree_leaves_with_path(before):
+        value = functools.reduce(lambda tree, key: tree[key.key], path, after)
+        assert not np.array_equal(leaf[0], value[0]), jax.tree_util.keystr(path)
+
+
+def test_the_timescales_before_are_those_of_analysis(trained):
+    finished = trained["lstm"]
+    cell = saturate(build_cell(finished.config.model), 6.0)
+    params = finished.lane(finished.learner.initial().params, 0)
+    inputs = finished.config.task.load().inputs
+    f = analysis.gate_activations(cell, params["recurrent"]["cell"], inputs)["f"]
+    expected = np.sort(1 / (1 - np.asarray(f, np.float64).mean(axis=(0, 1))))
+    np.testing.assert_allclose(study.periods(finished, params), expected, rtol=1e-3)
+
+
+def test_a_study(studied, drawn, capsys):
+    written = json.loads((studied / "forgetting.json").read_text())
+    reports = study.run(CONFIGS, studied)
     printed = capsys.readouterr().out
+    assert "step 2/4" not in printed  # finished: nothing is trained again
+    assert reports == written
 
-    reports = json.loads((tmp_path / "forgetting.json").read_text())
     good, bad = " rate 0.001", " rate 1e+30"
     assert list(reports) == ["lstm" + good, "lstm" + bad, "ur_lstm" + good, "ur_lstm" + bad]
     rows = []
-    for cell in runs:
-        assert build_cell(runs[cell].model).features == 4
-        found, diverged = reports[cell + good], reports[cell + bad]
-        summary = json.loads((tmp_path / cell / "summary.json").read_text())
+    for cell in CONFIGS:
+        report, diverged = reports[cell + good], reports[cell + bad]
+        summary = json.loads((studied / cell / "summary.json").read_text())
         mse = summary["metrics"]["mse"]["per_run"][0]["value"]
-        assert (found["mse"], diverged["mse"]) == ([mse], [None])
-        assert len(found["before"][0]) == len(found["after"][0]) == 4
-        assert found["before"] == diverged["before"] != found["after"]
+        assert (report["mse"], diverged["mse"]) == ([mse], [None])
+        assert len(report["before"][0]) == len(report["after"][0]) == 4
+        assert report["before"] == diverged["before"] != report["after"]
         assert diverged["after"] == [[]]
-        before, after = found["before"][0], found["after"][0]
+        before, after = report["before"][0], report["after"][0]
         assert before == sorted(before)
         middle = [sum(lane[1:3]) / 2 for lane in (before, after)]
         early, late = (
@@ -146,46 +166,51 @@ def test_a_study(tmp_path, monkeypatch, capsys):
         )
         rows.append([cell + good, f"{mse:.4f}", *early, *late])
         rows.append([cell + bad, "∞*", *early, "-", "-"])
-    table = (tmp_path / "forgetting.md").read_text()
+    table = (studied / "forgetting.md").read_text()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     assert cells[2:] == rows
     assert table in printed
-    assert (tmp_path / "figures" / "forgetting.png").read_bytes().startswith(b"\x89PNG")
+    assert f"figure: {studied / 'figures' / 'forgetting.png'}\n" in printed
+    assert (studied / "figures" / "forgetting.png").read_bytes().startswith(b"\x89PNG")
 
-    curves, scales = shown[-1].axes
-    last = json.loads((tmp_path / "lstm" / "metrics.jsonl").read_text().splitlines()[-1])
+    curves, scales = drawn[-1].axes
+    last = json.loads((studied / "lstm" / "metrics.jsonl").read_text().splitlines()[-1])
     assert curves.lines[0].get_ydata()[-1] == last["held_out"]["mse"][0]
-    legend = [text.get_text() for text in shown[-1].legends[0].texts]
+    legend = [text.get_text() for text in drawn[-1].legends[0].texts]
     assert legend == [f"lstm{good}", f"lstm{bad}*", f"ur_lstm{good}", f"ur_lstm{bad}*"]
     errors = [line.get_ydata() for line in curves.lines[:4]]
     assert np.isnan(errors[1][1:]).all()
     assert np.isnan(errors[3][1:]).all()
-    last = json.loads((tmp_path / "ur_lstm" / "metrics.jsonl").read_text().splitlines()[-1])
+    last = json.loads((studied / "ur_lstm" / "metrics.jsonl").read_text().splitlines()[-1])
     assert errors[2][-1] == last["held_out"]["mse"][0]
     assert len(scales.lines) == 6  # a rate that diverged has no timescales after training
     line = scales.lines[4]
     np.testing.assert_array_equal(line.get_xdata(), reports["ur_lstm" + good]["after"][0])
     np.testing.assert_array_equal(line.get_ydata(), [0.25, 0.5, 0.75, 1])
 
-    timescale_study.run(runs, tmp_path)  # finished: nothing is trained again
-    assert "step 2/4" not in capsys.readouterr().out
-    assert json.loads((tmp_path / "forgetting.json").read_text()) == reports
+
+def test_infinite_timescales_are_drawn_and_written(studied, trained, tmp_path, monkeypatch, drawn):
+    report = {"mse": [0.5, None], "before": [[np.inf] * 4] * 2, "after": [[np.inf] * 4, []]}
+    monkeypatch.setattr(study, "report", lambda finished: report)
+    monkeypatch.setattr(runs, "train_all", lambda *_: {"lstm": trained["lstm"]})
+    (tmp_path / "lstm").symlink_to(studied / "lstm")
+    study.run({"lstm": CONFIGS["lstm"]}, tmp_path)
+    text = (tmp_path / "forgetting.json").read_text()
+    written = json.loads(text, parse_constant=pytest.fail)
+    assert written["lstm rate 0.001"]["after"] == [[None] * 4]
+    table = (tmp_path / "forgetting.md").read_text()
+    assert [line.count("∞") for line in table.splitlines()[2:]] == [4, 3]
+    assert [len(line.get_xdata()) for line in drawn[-1].axes[1].lines] == [0, 0, 0]
 
 
-def test_the_timescales_before_are_those_of_analysis():
-    learner = Learner(tiny(cell="lstm"))
-    learner.load()
-    found = studies.Finished(tiny(cell="lstm"), learner, learner.initial(), {})
-    cell = saturate(build_cell(found.config.model), 6.0)
-    params = found.state.params["recurrent"]["cell"]
-    inputs = found.config.task.load().inputs
-    f = analysis.gate_activations(cell, params, inputs)["f"]
-    expected = np.sort(1 / (1 - np.asarray(f, np.float64).mean(axis=(0, 1))))
-    np.testing.assert_allclose(timescale_study.periods(found, found.params), expected, rtol=1e-3)
-
-
-def start(*argv):
-    forgetting.begin("forgetting", flags.parse(["forgetting", *argv], forgetting.define))
+def test_a_cell_of_the_users_own_has_a_directory_of_its_own(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(study, "run", lambda *arguments: calls.append(arguments))
+    start("--cells=recurrent_gates:LSTM,lstm", f"--workdir={tmp_path}", "--profile=3")
+    configs, directory, profile = calls[0]
+    assert list(configs) == ["recurrent_gates.LSTM", "lstm"]
+    assert configs["recurrent_gates.LSTM"].model.cell == "recurrent_gates:LSTM"
+    assert (directory, profile) == (tmp_path, 3)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +218,7 @@ def start(*argv):
     [
         ([], ["lstm", "r_lstm", "ur_lstm"]),
         (["--cell=c_lstm"], ["c_lstm"]),
-        (["--cells=lstm,cr_lstm", "--cell=r_lstm"], ["lstm", "cr_lstm"]),
+        (["--cells=lstm,cr_lstm"], ["lstm", "cr_lstm"]),
     ],
 )
 def test_describe(capsys, argv, cells):
@@ -207,11 +232,33 @@ def test_describe(capsys, argv, cells):
 
 def test_where_a_study_goes(monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr(timescale_study, "run", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(study, "run", lambda *arguments: calls.append(arguments))
     start("--steps=7")
     start("--steps=9", "--protocol=ur")
-    start("--seed=1", f"--workdir={tmp_path}")
     assert str(calls[0][1]).startswith("runs/forgetting/small-")
     assert str(calls[1][1]).startswith("runs/forgetting/ur-")
-    assert calls[2][1] == tmp_path
     assert list(calls[0][0]) == ["lstm", "r_lstm", "ur_lstm"]
+
+
+BAD = {
+    "--cell=lstm --cells=lstm,r_lstm": "--cell and --cells exclude each other: give one of them.",
+    "--cells=lstm,r_lstm,lstm": "--cells must name each value once.",
+    "--cells=none": "--cells must name at least one value.",
+    "--cells=lstm,": "There is no cell named ''",
+    "--cells=lstm,lstn": "There is no cell named 'lstn'; did you mean lstm",
+    "--cells=lstm,gato": "--cell must have a sigmoid forget gate",
+    "--layers=2": "the run has several",
+    "--forget_bias=1": "--forget_bias is not for lstm",
+    "--gate_bias=nan": "--gate_bias=nan",
+    "--gate_bias=0x10": "--gate_bias=0x10",
+    "--num_processes=2": "Unknown command line flag 'num_processes'",
+}
+
+
+@pytest.mark.parametrize("wish", BAD)
+def test_bad_wishes_get_one_sentence_before_anything_is_trained(wish, monkeypatch):
+    monkeypatch.setattr(study, "run", pytest.fail)
+    with pytest.raises((Error, UserError)) as caught:
+        start(*wish.split())
+    assert BAD[wish] in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,48 +1,132 @@
-"""Adam, clipping, coupled weight decay and GATO's rule against the same by hand."""
+"""Optimisers, clipping, weight decay, schedules and GATO's rule against their equations."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.optimizers import Halving, adam
+from experiments.training.optimizers import Halving, optimizer, schedule
 from tests.experiments.support import tiny
 
-PARAMS = np.array([0.5, -2.0, 1.0])
-GRADIENTS = np.array([[0.3, -4.0, 0.0], [0.1, 2.0, -1.0], [-0.2, 0.5, 3.0]])
+START = np.array([0.5, -2.0, 1.0, 1e-4])
+CURVATURE = np.array([0.3, 2.0, 1.0, 0.5])
+CENTRE = np.array([1.0, 1.0, -1.0, 0.0])
+RATE, STEPS = 0.1, 5
 
 
-def by_hand(clip_norm=0.0, clip_value=0.0, weight_decay=0.0):
-    """torch.optim.Adam after torch.nn.utils.clip_grad_*, with rate 0.1."""
-    p, m, v = PARAMS.copy(), np.zeros(3), np.zeros(3)
-    for t, g in enumerate(GRADIENTS, start=1):
-        if clip_norm:
-            g = g * min(1, clip_norm / np.linalg.norm(g))
-        if clip_value:
-            g = np.clip(g, -clip_value, clip_value)
-        g = g + weight_decay * p
-        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
-        p = p - 0.1 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
-    return p
+def adam(g, p, s, settings, coupled=True):
+    """torch.optim.Adam, and with ``coupled=False`` torch.optim.AdamW."""
+    decay = settings.get("weight_decay", 0)
+    g = g + decay * p * coupled
+    s["t"] = s.get("t", 0) + 1
+    s["m"] = 0.9 * s.get("m", 0) + 0.1 * g
+    s["v"] = 0.999 * s.get("v", 0) + 0.001 * g**2
+    m, v = s["m"] / (1 - 0.9 ** s["t"]), s["v"] / (1 - 0.999 ** s["t"])
+    return m / (np.sqrt(v) + 1e-8) + decay * p * (not coupled)
+
+
+def adamw(g, p, s, settings):
+    return adam(g, p, s, settings, coupled=False)
+
+
+def momentum(g, s, settings):
+    s["b"] = settings.get("momentum", 0) * s.get("b", 0) + g
+    return s["b"]
+
+
+def sgd(g, p, s, settings):
+    """torch.optim.SGD."""
+    return momentum(g + settings.get("weight_decay", 0) * p, s, settings)
+
+
+def rmsprop(g, p, s, settings):
+    """torch.optim.RMSprop."""
+    g = g + settings.get("weight_decay", 0) * p
+    s["v"] = 0.99 * s.get("v", 0) + 0.01 * g**2
+    return momentum(g / (np.sqrt(s["v"]) + 1e-8), s, settings)
+
+
+BY_HAND = {"adam": adam, "adamw": adamw, "sgd": sgd, "rmsprop": rmsprop}
+
+
+def by_hand(settings):
+    """The parameters after each step, clipped as torch.nn.utils.clip_grad_* does."""
+    p, state, path = START, {}, []
+    for _ in range(STEPS):
+        g = CURVATURE * (p - CENTRE)
+        if "clip_norm" in settings:
+            g = g * min(1, settings["clip_norm"] / np.linalg.norm(g))
+        if "clip_value" in settings:
+            g = np.clip(g, -settings["clip_value"], settings["clip_value"])
+        p = p - RATE * BY_HAND[settings.get("optimizer", "adam")](g, p, state, settings)
+        path.append(p)
+    return path
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"clip_norm": 1.0}, {"clip_value": 0.4}, {"clip_norm": 1.0, "weight_decay": 0.3}],
+    [
+        {},
+        {"clip_norm": 1.0},
+        {"clip_value": 0.4},
+        {"clip_norm": 2.0, "clip_value": 0.4},
+        {"clip_norm": 1.0, "weight_decay": 0.3},
+        {"optimizer": "adamw"},
+        {"optimizer": "adamw", "clip_norm": 1.0, "weight_decay": 0.3},
+        {"optimizer": "sgd"},
+        {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.3, "clip_value": 1.0},
+        {"optimizer": "rmsprop"},
+        {"optimizer": "rmsprop", "momentum": 0.5, "weight_decay": 0.3},
+    ],
     ids=str,
 )
 @pytest.mark.usefixtures("x64")
-def test_adam(settings):
-    training = tiny().training
-    optimizer = adam(dataclasses.replace(training, **settings))
-    p = jnp.asarray(PARAMS)
-    state = optimizer.init(p)
-    for g in GRADIENTS:
-        updates, state = optimizer.update(jnp.asarray(g), state, p)
-        p = p - 0.1 * updates
-    np.testing.assert_allclose(p, by_hand(**settings), rtol=1e-12)
+def test_an_optimiser_on_a_quadratic(settings):
+    rule = optimizer(dataclasses.replace(tiny().training, **settings))
+    p = jnp.asarray(START)
+    state, path = rule.init(p), []
+    for _ in range(STEPS):
+        updates, state = rule.update(CURVATURE * (p - CENTRE), state, p)
+        p = p - RATE * updates
+        path.append(p)
+    # A millionth of the smallest coordinate: rounding alone, in float64.
+    np.testing.assert_allclose(path, by_hand(settings), rtol=1e-6, atol=1e-12)
+
+
+def factors(**settings):
+    """The factor on the learning rate at each step."""
+    training = dataclasses.replace(tiny().training, **settings)
+    factor = schedule(training)
+    return [float(factor(jnp.int32(step))) for step in range(training.steps)]
+
+
+def test_a_constant_rate_has_no_factor():
+    assert schedule(tiny().training) is None
+
+
+@pytest.mark.parametrize("warmup", [1, 4])
+def test_warmup_is_linear_and_then_constant(warmup):
+    expected = [min(1, (step + 1) / warmup) for step in range(7)]
+    actual = factors(schedule="warmup", warmup_steps=warmup, steps=7)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_cosine_falls_from_1_to_0_after_its_warmup(warmup):
+    steps = 10
+    expected = [
+        1 / warmup + (1 - 1 / warmup) * step / warmup
+        if step < warmup
+        else (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
+        for step in range(steps)
+    ]
+    actual = factors(schedule="cosine", warmup_steps=warmup, steps=steps)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    assert actual[warmup] == 1
+    assert 0 < actual[-1] < 0.1
 
 
 def halved(losses, batch_size, every):

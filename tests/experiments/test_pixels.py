@@ -11,11 +11,15 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from experiments import datasets, flags, pixels, protocols, train
-from experiments.config import UserError
-from experiments.models import Decoder, SequenceModel, dropout_masks
-from experiments.tasks import Batch
-from experiments.tasks.pixels import PixelsTask, bit_reversal
+from experiments import datasets
+from experiments.command import flags, main
+from experiments.pixels.settings import PIXELS
+from experiments.pixels.task import PixelsTask, bit_reversal
+from experiments.settings import resolver
+from experiments.settings.errors import UserError
+from experiments.training import loop
+from experiments.training.models import Decoder, SequenceModel, dropout_masks
+from experiments.training.supervised import Batch
 from recurrent_gates import CELLS, RNN
 from tests.experiments import image_files
 from tests.experiments.support import assert_same_bits, leaves
@@ -32,11 +36,11 @@ TINY = {
 
 def tiny(**settings):
     """A config on tiny files, see ``mnist``."""
-    return protocols.resolve("pixels", "small", TINY | settings)
+    return resolve("small", **TINY | settings)
 
 
 def resolve(protocol, **settings):
-    return protocols.resolve("pixels", protocol, settings)
+    return resolver.resolve(PIXELS, protocol, settings)
 
 
 @pytest.fixture
@@ -216,7 +220,7 @@ def test_head_on_the_last_output_is_the_last_of_the_head_on_every_output():
     task, data = digits()
     batch = Batch(data["test"].inputs[28:36, :5], data["test"].targets[:, :5])
     layer = RNN(CELLS["ur_lstm"](7), time_major=True)
-    model = task.module(layer, 0, (4,))
+    model = task.module(layer, resolve("small", decoder=(4,)).model)
     every = SequenceModel(model.encoder, layer, Decoder((4, 10)), outputs=8)
     params = model.init(jax.random.key(0), batch.inputs)
 
@@ -240,7 +244,7 @@ def test_pixels_become_numbers_from_0_to_1():
         def __call__(self, x, **_):
             return x
 
-    model = task.module(Through(), 0, ())
+    model = task.module(Through(), resolve("small").model)
     encoded = model.encoder.apply({}, data["test"].inputs)
     np.testing.assert_array_equal(encoded, data["test"].inputs.astype(np.float32) / 16)
 
@@ -288,7 +292,7 @@ def test_settings_that_depend_on_others():
     ],
 )
 def test_parameter_counts_need_no_data(protocol, cell, count):
-    described = train.describe(resolve(protocol, cell=cell, data_dir="nowhere"))
+    described = loop.describe(resolve(protocol, cell=cell, data_dir="nowhere"))
     head = (512 + 1) * 256 + (256 + 1) * 10 if protocol == "ur" else (100 + 1) * 10
     assert described["recurrent_parameters"] == count
     assert described["total_parameters"] == count + head
@@ -301,8 +305,17 @@ def test_epochs_and_steps():
     assert resolve("ur", epochs=2).hash() == resolve("ur", epochs=3).hash()
     with pytest.raises(UserError, match="exclude each other"):
         resolve("ur", epochs=2, steps=7)
-    with pytest.raises(UserError, match="--epochs must be at least 1, got 0"):
+    with pytest.raises(UserError, match="--epochs must be at least 1 and below 2147483648, got 0"):
         resolve("ur", epochs=0)
+
+
+def test_an_epoch_has_as_many_steps_as_full_batches():
+    """1293 images: 13 batches of 100 would not all be full."""
+    training = resolve("small", batch_size=100, epochs=3).training
+    assert (training.steps, training.eval_every) == (3 * 12, 12)
+    assert resolve("small", batch_size=1293, epochs=2).training.steps == 2
+    detached = resolve("hdetach", dataset="digits", batch_size=100, epochs=50).carry
+    assert detached.detach_off_steps == 39 * 11  # of 1198 images
 
 
 def test_where_the_data_are_is_not_part_of_the_identity():
@@ -315,10 +328,17 @@ def test_where_the_data_are_is_not_part_of_the_identity():
     [
         ({"dataset": "mnist"}, "--dataset is one of digits, smnist"),
         ({"permutation": "none"}, "--permutation is one of scanline"),
-        ({"permutation_seed": -1}, "--permutation_seed must be at least 0"),
+        (
+            {"permutation": "random", "permutation_seed": -1},
+            "--permutation_seed must be at least 0",
+        ),
+        ({"permutation_seed": 3}, "--permutation_seed has no effect with --permutation=scanline"),
+        ({"validation_share": 1.0}, "--validation_share must be at least 0 and below 1, got 1"),
+        ({"validation_share": 1e-9}, "--validation_share: a share of the images, and not all"),
         ({"batch_size": 2000}, "--batch_size=2000 is more than the 1293 training images"),
-        ({"dropout": 1.0}, "--dropout is a probability below 1"),
-        ({"decoder": (), "dropout": 0.5}, "--dropout acts on the decoder's hidden layers"),
+        ({"dropout": 1.0}, "--dropout must be at least 0 and below 1, got 1"),
+        ({"decoder": (), "dropout": 0.5}, "--dropout has no effect with --decoder=none"),
+        ({"decoder": ()}, "--dropout acts on the decoder's hidden layers"),
         ({"length": 3}, "--length is not for pixels"),
     ],
 )
@@ -337,20 +357,24 @@ def test_dropout_masks():
     decoder = Decoder((500, 2))
     params = decoder.init(jax.random.key(1), x)
     np.testing.assert_array_equal(decoder.apply(params, x), decoder.apply(params, x, ones))
-    assert not np.array_equal(decoder.apply(params, x), decoder.apply(params, x, mask))
+    first, last = (params["params"][f"Dense_{layer}"] for layer in (0, 1))
+    hidden = np.maximum(x @ first["kernel"] + first["bias"][None, None], 0) * mask
+    by_hand = hidden @ last["kernel"] + last["bias"][None, None]
+    np.testing.assert_allclose(decoder.apply(params, x, mask), by_hand, rtol=1e-4, atol=1e-6)
 
 
 def rows(workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_goes_on_bit_for_bit(tmp_path, mnist):
+def test_a_run_goes_on_bit_for_bit(tmp_path, mnist, monkeypatch):
+    monkeypatch.setattr(loop, "_CHECKPOINT_SECONDS", 0.0)
     settings = {**TINY, "data_dir": mnist, "dropout": 0.5, "eval_every": 2}
     del settings["epochs"]  # they have 3 steps
 
     def run(steps, workdir):
-        config = protocols.resolve("pixels", "small", settings | {"steps": steps})
-        return train.run(config, tmp_path / workdir)
+        config = resolve("small", **settings | {"steps": steps})
+        return loop.run(config, tmp_path / workdir)
 
     summary = run(8, "whole")
     run(4, "parts")
@@ -375,16 +399,24 @@ def test_bad_files_are_refused_before_the_workdir(tmp_path, mnist, damage):
     else:
         path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match="train-images-idx3-ubyte"):
-        train.run(tiny(data_dir=mnist), tmp_path / "run")
+        loop.run(tiny(data_dir=mnist), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_flags_reach_the_config(monkeypatch):
     calls = []
-    monkeypatch.setattr("experiments.train.run", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr("experiments.training.loop.run", lambda *given: calls.append(given))
     argv = ["pixels", "--dataset=pmnist", "--permutation=random", "--permutation_seed=9"]
     argv += ["--epochs=2", "--dropout=0.5", "--data_dir=here", "--protocol=ur"]
-    flags.start("pixels", flags.parse(argv, pixels.define))
-    config, _ = calls[0]
-    assert config.task == PixelsTask("pmnist", "random", 9, 0.1, False, "here")
+    define = functools.partial(flags.define_experiment, PIXELS)
+    main.train_one(PIXELS, flags.parse(argv, define))
+    config = calls[0][0]
+    assert config.task == PixelsTask(
+        dataset="pmnist",
+        permutation="random",
+        permutation_seed=9,
+        validation_share=0.1,
+        validation_last=False,
+        data_dir="here",
+    )
     assert (config.training.steps, config.model.dropout) == (2160, 0.5)

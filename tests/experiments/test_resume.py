@@ -3,34 +3,42 @@
 import contextlib
 import itertools
 import json
+import os
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from experiments import comparison, studies, train
-from experiments.checkpoints import Checkpoints
-from experiments.config import UserError
-from experiments.learner import Learner
-from experiments.workdir import read_rows
-from tests.experiments.support import (
-    ROOT,
-    assert_same_bits,
-    binary,
-    command,
-    environment,
-    leaves,
-    tiny,
-)
+from experiments.command import runs
+from experiments.copy.settings import COPY
+from experiments.machine import stopping
+from experiments.records import checkpoints as checkpoints_module
+from experiments.records.checkpoints import Checkpoints
+from experiments.records.workdir import Workdir, read_rows
+from experiments.settings.errors import UserError
+from experiments.training import loop, supervised
+from experiments.training.learner import Learner
+from tests.experiments import support
+from tests.experiments.support import ROOT, assert_same_bits, environment, leaves, tiny
+
+
+@pytest.fixture(autouse=True, scope="module")
+def every_evaluation_is_checkpointed():
+    """As after ten seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_CHECKPOINT_SECONDS", 0.0)
+        yield
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A finished run of four steps."""
     path = tmp_path_factory.mktemp("finished")
-    train.run(tiny(), path)
+    loop.run(tiny(), path)
     return path
 
 
@@ -69,9 +77,9 @@ def empty(checkpoint):
 
 
 def test_a_finished_run_prints_its_summary(copied, monkeypatch, capsys):
-    monkeypatch.setattr("experiments.learner.Learner.prepare", None)  # nothing is compiled
+    monkeypatch.setattr("experiments.training.learner.Learner.prepare", None)  # nothing is compiled
     before = {file: file.read_bytes() for file in files(copied) if file.suffix == ".jsonl"}
-    summary = train.run(tiny(), copied)
+    summary = loop.run(tiny(), copied)
     assert summary == json.loads((copied / "summary.json").read_text())
     assert "held-out copied_token_probability" in capsys.readouterr().out
     assert {file: file.read_bytes() for file in before} == before
@@ -80,7 +88,7 @@ def test_a_finished_run_prints_its_summary(copied, monkeypatch, capsys):
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, empty])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(finished, copied, damage, capsys):
     damage(copied / "checkpoints" / "4")
-    train.run(tiny(), copied)
+    loop.run(tiny(), copied)
     printed = capsys.readouterr().out
     assert printed.count("warning") == 1
     assert f"warning: the checkpoint {copied}/checkpoints/4 is damaged" in printed
@@ -89,19 +97,32 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(finished, copied,
     assert (copied / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
 
 
+def test_a_state_that_is_not_what_was_written_is_damaged(copied, monkeypatch):
+    """Whole files and other digests: what the file system cannot notice."""
+    shapes = Learner(tiny()).shapes()
+    with contextlib.closing(Checkpoints(copied / "checkpoints")) as checkpoints:
+        state = checkpoints.read(4, shapes)
+        for step, digests in ((6, checkpoints_module._digests), (8, lambda directory: {})):
+            with monkeypatch.context() as patch:
+                patch.setattr(checkpoints_module, "_digests", digests)
+                checkpoints.save(step, state)
+        assert checkpoints.read(6, shapes) is not None
+        assert checkpoints.read(8, shapes) is None
+
+
 def test_no_good_checkpoint_is_an_error(copied):
     for step in (0, 2, 4):
         flip_a_bit(copied / "checkpoints" / str(step))
     with pytest.raises(UserError, match=r"every checkpoint in .* is damaged") as error:
-        train.run(tiny(), copied)
+        loop.run(tiny(), copied)
     assert "\n" not in str(error.value)
     assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["0", "2", "4"]
 
 
 def test_raising_the_steps_goes_on(copied, tmp_path):
-    summary = train.run(tiny(steps=6), copied)
+    summary = loop.run(tiny(steps=6), copied)
     assert summary["steps"] == 6
-    train.run(tiny(steps=6), tmp_path / "whole")
+    loop.run(tiny(steps=6), tmp_path / "whole")
     assert_same_bits(leaves(copied, 6), leaves(tmp_path / "whole", 6))
     whole = (tmp_path / "whole" / "metrics.jsonl").read_bytes()
     assert (copied / "metrics.jsonl").read_bytes() == whole
@@ -110,16 +131,13 @@ def test_raising_the_steps_goes_on(copied, tmp_path):
 
 
 def test_a_finished_run_that_goes_on_is_not_finished(copied, monkeypatch):
-    monkeypatch.setattr("experiments.train._termination", stopping(0))
-    assert train.run(tiny(steps=6), copied) is None
+    monkeypatch.setattr(loop, "stopping", stopping_at(0))
+    assert loop.run(tiny(steps=6), copied) is None
     with pytest.raises(UserError, match=r"is not finished; its command with --steps=6 goes on\."):
-        studies.finished(copied)
-    (entry,) = comparison.read(copied)
-    assert (entry.finished, entry.rows[-1]["step"]) == (False, 4)
-    assert entry.values == entry.rows[-1]["held_out"]["copied_token_probability"]
+        runs.finished(copied, [COPY])
     summary = json.loads((copied / "summary-4.json").read_text())
-    monkeypatch.undo()
-    assert train.run(tiny(), copied)["metrics"] == summary["metrics"]  # it was not trained
+    monkeypatch.setattr(loop, "stopping", stopping.stopping)
+    assert loop.run(tiny(), copied)["metrics"] == summary["metrics"]  # it was not trained
 
 
 def test_a_row_that_was_cut_short_is_dropped(finished, copied):
@@ -127,7 +145,7 @@ def test_a_row_that_was_cut_short_is_dropped(finished, copied):
         subprocess.run(["rm", "-r", copied / "checkpoints" / str(step)], check=True)
     content = (copied / "metrics.jsonl").read_bytes()
     (copied / "metrics.jsonl").write_bytes(content[:-20])
-    train.run(tiny(), copied)
+    loop.run(tiny(), copied)
     assert (copied / "metrics.jsonl").read_bytes() == content
     assert_same_bits(leaves(copied, 4), leaves(finished, 4))
 
@@ -144,25 +162,25 @@ def test_a_row_that_was_cut_short_is_dropped(finished, copied):
 def test_another_configuration_is_refused(copied, settings, sentence):
     before = (copied / "config.json").read_bytes()
     with pytest.raises(UserError, match=sentence):
-        train.run(tiny(**settings), copied)
+        loop.run(tiny(**settings), copied)
     assert (copied / "config.json").read_bytes() == before
 
 
 def test_a_schedule_that_needs_its_length_cannot_be_extended(tmp_path):
     schedule = {"detach_prob": 0.5, "detach_off_steps": 1}
-    train.run(tiny(**schedule, steps=2), tmp_path)
+    loop.run(tiny(**schedule, steps=2), tmp_path)
     with pytest.raises(UserError, match="is made for 2 steps and cannot get another length"):
-        train.run(tiny(**schedule, steps=4), tmp_path)
+        loop.run(tiny(**schedule, steps=4), tmp_path)
 
 
 def test_other_devices_are_said(copied, capsys):
     config = json.loads((copied / "config.json").read_text())
     elsewhere = json.dumps(config | {"device": "TPU v5e x 4"})
     (copied / "config.json").write_text(elsewhere)
-    train.run(tiny(), copied)  # it is finished
+    loop.run(tiny(), copied)  # it is finished
     assert "goes on" not in capsys.readouterr().out
     assert (copied / "config.json").read_text() == elsewhere
-    train.run(tiny(steps=6), copied)
+    loop.run(tiny(steps=6), copied)
     assert "was trained on TPU v5e x 4 and goes on on cpu x" in capsys.readouterr().out
     recorded = json.loads((copied / "config.json").read_text())
     assert recorded["device"] == "TPU v5e x 4"
@@ -172,55 +190,53 @@ def test_other_devices_are_said(copied, capsys):
 def test_a_damaged_config_is_an_error(copied):
     (copied / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json is damaged: it is not JSON"):
-        train.run(tiny(), copied)
+        loop.run(tiny(), copied)
     (copied / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"config\.json was made by another version of these"):
-        train.run(tiny(), copied)
+        loop.run(tiny(), copied)
 
 
 def test_two_processes_cannot_share_a_workdir(copied):
-    from experiments.workdir import Workdir
-
     first = Workdir(copied)
     first.claim(tiny())
     with pytest.raises(UserError, match="in use by another process"):
-        train.run(tiny(), copied)
+        loop.run(tiny(), copied)
     first.close()
-    train.run(tiny(), copied)
+    loop.run(tiny(), copied)
 
 
-def stopping(calls):
-    """In place of ``_termination``: SIGTERM comes before the pause of that number."""
+def stopping_at(calls):
+    """In place of ``stopping``: SIGTERM comes before the pause of that number."""
+    left = itertools.count(calls, -1)
 
-    @contextlib.contextmanager
-    def termination():
-        left = itertools.count(calls, -1)
-
-        def pause():
+    class Stops(stopping.Stopping):
+        def pause(self):
             if next(left) == 0:
-                raise train._TerminatedError
+                raise stopping.StoppedError
 
-        yield pause
+        def agree(self, together):
+            self.pause()
+            return together
 
-    return termination
+    return lambda: contextlib.nullcontext(Stops())
 
 
 def test_a_run_can_be_stopped_in_an_evaluation(tmp_path, monkeypatch, capsys):
     """In the first and the last one, in the test at the end, and between steps."""
-    monkeypatch.setattr("experiments.learner._EVALUATION_ROWS", 20)  # two parts
-    monkeypatch.setattr("experiments.train._DISPATCH_SECONDS", 0.0)  # one step at a time
+    monkeypatch.setattr(supervised, "_EVALUATION_ROWS", 20)  # two parts
+    monkeypatch.setattr(loop, "_DISPATCH_SECONDS", 0.0)  # one step at a time
     settings = {"keep_best": True, "steps": 2}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train.run(tiny(**settings), whole)
+    loop.run(tiny(**settings), whole)
     # Pauses: two parts, step, step, two parts, and two parts more at the end.
     for calls, step, rows in ((1, 0, 0), (3, 1, 1), (2, 2, 1), (1, 2, 1), (3, 2, 2)):
-        monkeypatch.setattr("experiments.train._termination", stopping(calls))
-        assert train.run(tiny(**settings), parts) is None
+        monkeypatch.setattr(loop, "stopping", stopping_at(calls))
+        assert loop.run(tiny(**settings), parts) is None
         assert f"stopped at step {step}; the same" in capsys.readouterr().out
         assert len(list(read_rows(parts / "metrics.jsonl"))) == rows
     assert not (parts / "summary.json").exists()
-    monkeypatch.setattr("experiments.train._termination", stopping(2))
-    assert train.run(tiny(**settings), parts) is not None
+    monkeypatch.setattr(loop, "stopping", stopping_at(2))
+    assert loop.run(tiny(**settings), parts) is not None
     assert_same_bits(leaves(parts, 2), leaves(whole, 2))
     assert (parts / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
 
@@ -229,41 +245,95 @@ def test_an_evaluation_that_was_not_finished_leaves_no_row(copied, finished):
     """Killed after the row of an evaluation and before its state, which replaces one without."""
     with contextlib.closing(Checkpoints(copied / "checkpoints")) as checkpoints:
         step, state = checkpoints.restore(Learner(tiny()).shapes(), print)
-        checkpoints.save(step, state._replace(loss_sum=np.float32(1), loss_count=np.int32(1)))
-    train.run(tiny(), copied)
+        checkpoints.save(step, state._replace(loss_total=np.float32(1), loss_weight=np.float32(1)))
+    loop.run(tiny(), copied)
     assert_same_bits(leaves(copied, 4), leaves(finished, 4))
     rows = [json.loads(row) for row in (copied / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 2, 4]
 
 
-FLAGS = ("--cell=gru", "--hidden_size=8", "--length=3", "--batch_size=8", "--steps=1200")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_what_was_learnt(number, tmp_path, finished, monkeypatch, capsys):
+    """Between two evaluations that are not checkpointed."""
+    before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)]
+    add = Workdir.add
+
+    def add_and_stop(work, row):
+        add(work, row)
+        if row["step"] == 2:
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workdir, "add", add_and_stop)
+        patch.setattr(loop, "_CHECKPOINT_SECONDS", 1e9)
+        assert loop.run(tiny(), tmp_path) is None
+    assert "stopped at step 2; the same command goes on from there" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["2"]
+    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)] == before
+    loop.run(tiny(), tmp_path)
+    assert_same_bits(leaves(tmp_path, 4), leaves(finished, 4))
 
 
-def interrupt(workdir, signal_number, at_least):
+def test_a_second_interrupt_ends_at_once(monkeypatch):
+    ended = []
+    monkeypatch.setattr(stopping, "exit_at_once", lambda: ended.append(True))
+    with stopping.stopping() as stop:
+        for number, ends in ((signal.SIGINT, []), (signal.SIGTERM, []), (signal.SIGINT, [True])):
+            os.kill(os.getpid(), number)
+            assert (stop.requested, ended) == (True, ends)
+
+
+def test_evaluations_are_checkpointed_every_ten_seconds(tmp_path, monkeypatch):
+    """And at the end."""
+    monkeypatch.setattr(loop, "_CHECKPOINT_SECONDS", 10.0)
+    times = iter([9.0, 11.0, 1.0])  # at the evaluations of steps 0, 2 and 4
+    monkeypatch.setattr(loop.Clock, "since_save", property(lambda self: next(times)))
+    loop.run(tiny(), tmp_path)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "4"]
+
+
+FLAGS = ("--cell=gru", "--hidden_size=8", "--length=3", "--batch_size=8", "--held_out_sequences=40")
+FLAGS += ("--steps=600", "--eval_every=50")
+SOURCE = """
+import runpy, sys
+from experiments.training import loop
+loop._CHECKPOINT_SECONDS = 0.0
+sys.argv = ["experiments.copy", *sys.argv[1:]]
+runpy.run_module("experiments.copy", run_name="__main__")
+"""
+
+
+def trained(workdir, signal_number=None, at_least=0):
     """Runs until some rows of metrics are there, then sends a signal; returns the process."""
-    argv = command(*FLAGS, f"--workdir={workdir}")
     process = subprocess.Popen(
-        argv, cwd=ROOT, env=environment(2), stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SOURCE, *FLAGS, f"--workdir={workdir}"],
+        cwd=ROOT,
+        env=environment(2),
+        stdout=subprocess.PIPE,
+        text=True,
     )
     metrics = workdir / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < at_least:
         assert process.poll() is None, "ended before it was interrupted"
         time.sleep(0.005)
-    process.send_signal(signal_number)
+    if signal_number is not None:
+        process.send_signal(signal_number)
     process.output, _ = process.communicate()
     return process
 
 
 def test_killed_runs_end_with_the_same_bits(tmp_path):
+    """As processes, whose programs are compiled by the first one and kept."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    assert interrupt(killed, signal.SIGKILL, 3).returncode == -signal.SIGKILL
-    asked = interrupt(killed, signal.SIGTERM, 6)
+    assert trained(killed, signal.SIGKILL, 3).returncode == -signal.SIGKILL
+    kept = {path.name for path in Path(support.COMPILED).glob("*-cache")}
+    assert any("_advance" in name or "steps" in name for name in kept), kept
+    asked = trained(killed, signal.SIGINT, 6)
     assert asked.returncode == 0
     assert "the same command goes on from there" in asked.output
     for workdir in (killed, whole):
-        done = binary(*FLAGS, f"--workdir={workdir}", devices=2)
-        assert done.returncode == 0, done.stderr
-    assert_same_bits(leaves(killed, 1200), leaves(whole, 1200))
+        assert trained(workdir).returncode == 0
+    assert_same_bits(leaves(killed, 600), leaves(whole, 600))
     assert (killed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    steps = [json.loads(row)["step"] for row in (whole / "metrics.jsonl").read_text().splitlines()]
-    np.testing.assert_array_equal(steps, np.arange(0, 1201, 100))
+    steps = [row["step"] for row in read_rows(whole / "metrics.jsonl")]
+    np.testing.assert_array_equal(steps, np.arange(0, 601, 50))

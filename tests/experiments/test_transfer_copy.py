@@ -3,88 +3,114 @@
 import contextlib
 import json
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+from absl.flags import Error
 
-from experiments import flags, protocols, studies, train, transfer_copy, transfer_study
-from experiments.checkpoints import Checkpoints
-from experiments.config import UserError, build_cell
-from experiments.learner import Learner
-from experiments.workdir import Workdir, append_row
+from experiments.adding.settings import ADDING
+from experiments.command import flags, runs
+from experiments.copy.settings import COPY
+from experiments.records.checkpoints import Checkpoints
+from experiments.records.workdir import Workdir, append_row
+from experiments.settings.cells import build_cell
+from experiments.settings.errors import UserError
+from experiments.settings.resolver import resolve
+from experiments.training import loop
+from experiments.training.learner import Learner
+from experiments.transfer_copy import __main__ as binary
+from experiments.transfer_copy import study
+from experiments.transfer_copy.settings import TRANSFER_COPY
 from recurrent_gates import unroll
 from tests.experiments import support
 
-TINY = support.TINY | {"layout": "delimiter", "loss_on": "all", "inputs": "one_hot", "embedding": 0}
+TINY = {name: value for name, value in support.TINY.items() if name != "embedding"}
+TINY |= {"layout": "delimiter", "loss_on": "all", "inputs": "one_hot"}
+
+
+def tiny(**settings):
+    return resolve(COPY, "hdetach", TINY | {"detach_prob": 0.0} | settings)
+
+
+def start(*argv):
+    def define(values):
+        flags.define_experiment(TRANSFER_COPY, values)
+        binary.define(values)
+
+    binary.begin(flags.parse(["transfer_copy", *argv], define))
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def copies(tmp_path_factory):
     """Two copy runs: one trained, and one with two seeds and two rates of which one failed."""
     directory = tmp_path_factory.mktemp("copy")
-    train.run(tiny(), directory / "plain")
+    for steps in (2, 4):
+        loop.run(tiny(steps=steps), directory / "plain")
     config = tiny(detach_prob=0.25, seeds=2, learning_rates=(1e-2, 1e30))
     learner, work = Learner(config), Workdir(directory / "detached")
-    with contextlib.closing(work), contextlib.closing(Checkpoints(work.path / "checkpoints")) as at:
+    learner.load()
+    with contextlib.closing(work):
         work.claim(config)
-        at.save(4, learner.initial()._replace(diverged_at=jnp.array([-1, -1, 2, 3])))
+        with contextlib.closing(Checkpoints(work.checkpoints)) as checkpoints:
+            diverged = jnp.array([-1, -1, 2, 3])
+            checkpoints.save(4, learner.initial()._replace(diverged_at=diverged))
         append_row(work.metrics, {"step": 4})
         work.write_json("summary.json", {"steps": 4})
     return directory
 
 
-def tiny(**settings):
-    return protocols.resolve("copy", "hdetach", TINY | {"detach_prob": 0.0} | settings)
+@pytest.fixture(scope="module")
+def finished(copies):
+    """These runs, read."""
+    return {path.name: runs.finished(path, [COPY]) for path in copies.iterdir()}
 
 
-def by_hand(found, lane, delay):
+def by_hand(one, lane, delay):
     """Accuracy on the copied tokens, from the cell and the decoder's matrices."""
-    task, params = found.config.task, found.lane(found.params, lane)
+    task, params = one.config.task, one.lane(one.params, lane)
     tokens = np.asarray(task.load()["tokens"])
     n, size = tokens.shape
     inputs = np.zeros((2 * n + delay, size), int)
     inputs[:n], inputs[n + delay - 1] = tokens, task.symbols + 1
     xs = jnp.asarray(np.eye(task.vocabulary, dtype=np.float32)[inputs])
-    cell = build_cell(found.config.model)
+    cell = build_cell(one.config.model)
     _, ys = unroll(cell, params["recurrent"]["cell"], xs)
     x = np.asarray(ys)[-n:]
-    for index in range(len(found.config.model.decoder) + 1):
+    for index in range(len(one.config.model.decoder) + 1):
         layer = params["decoder"][f"Dense_{index}"]
         kernel, bias = np.asarray(layer["kernel"]), np.asarray(layer["bias"])
         x = (np.maximum(x, 0) if index else x) @ kernel + bias
     return np.mean(np.argmax(x, axis=-1) == tokens)
 
 
-def test_accuracies_are_those_of_a_longer_delay(runs):
+def test_accuracies_are_those_of_a_longer_delay(finished):
     for name, lanes in (("plain", [0]), ("detached", [0, 1])):
-        found = studies.finished(runs / name)
+        one = finished[name]
         for delay in (4, 9):
-            measured = transfer_study.accuracies(found, delay)
+            measured = study.accuracies(one, delay)
             for lane in lanes:
-                assert measured[lane] == pytest.approx(by_hand(found, lane, delay), abs=1e-6)
+                assert measured[lane] == pytest.approx(by_hand(one, lane, delay), abs=1e-6)
             assert measured[len(lanes) :] == [None] * (len(measured) - len(lanes))
 
 
-def test_the_delay_of_training_gives_the_result_of_training(runs):
-    found = studies.finished(runs / "plain")
-    result = [run["value"] for run in found.summary["metrics"]["accuracy"]["per_run"]]
-    assert transfer_study.accuracies(found, 4) == pytest.approx(result, abs=1e-6)
+def test_few_examples_at_a_time_have_the_same_score(finished, monkeypatch):
+    monkeypatch.setattr("experiments.training.supervised._EVALUATION_STEPS", 100)  # of 15 each
+    measured = study.accuracies(finished["plain"], 9)
+    assert measured[0] == pytest.approx(by_hand(finished["plain"], 0, 9), abs=1e-6)
 
 
-def start(*argv):
-    transfer_copy.begin(
-        "transfer_copy", flags.parse(["transfer_copy", *argv], transfer_copy.define)
-    )
+def test_the_delay_of_training_gives_the_result_of_training(finished):
+    plain = finished["plain"]
+    result = [run["value"] for run in plain.summary["metrics"]["accuracy"]["per_run"]]
+    assert study.accuracies(plain, 4) == pytest.approx(result, abs=1e-6)
 
 
-def test_finished_runs_become_one_table(runs, tmp_path, monkeypatch, capsys):
-    shown = []
-    monkeypatch.setattr(plt, "close", shown.append)
+def test_finished_runs_become_one_table(copies, finished, tmp_path, drawn, capsys):
     start(
-        f"--copy_workdir={runs / 'plain'},{runs / 'detached'}",
+        f"--copy_workdir={copies / 'plain'},{copies / 'detached'}",
         *("--delays=9,6", f"--workdir={tmp_path}"),
     )
     printed = capsys.readouterr().out
@@ -96,12 +122,10 @@ def test_finished_runs_become_one_table(runs, tmp_path, monkeypatch, capsys):
     assert one["lanes"] == [[0, 1e-2]]
     assert two["lanes"] == [[0, 1e-2], [1, 1e-2]]
     assert bad["lanes"] == [[0, 1e30], [1, 1e30]]
-    whole = studies.finished(runs / "detached")
-
     rows = []
     for delay in ("4", "6", "9"):
         a, b = two["accuracy"][delay]
-        assert [a, b, None, None] == transfer_study.accuracies(whole, int(delay))
+        assert [a, b, None, None] == study.accuracies(finished["detached"], int(delay))
         assert bad["accuracy"][delay] == [None, None]
         alone = f"{100 * one['accuracy'][delay][0]:.2f}"
         mean, *ends = (f"{100 * value:.2f}" for value in ((a + b) / 2, min(a, b), max(a, b)))
@@ -113,28 +137,29 @@ def test_finished_runs_become_one_table(runs, tmp_path, monkeypatch, capsys):
     assert table in printed
 
     assert (tmp_path / "figures" / "transfer.png").read_bytes().startswith(b"\x89PNG")
-    line = shown[-1].axes[0].lines[0]
+    line = drawn[-1].axes[0].lines[0]
     np.testing.assert_array_equal(line.get_xdata(), [4, 6, 9])
     np.testing.assert_array_equal(line.get_ydata(), [v[0] for v in one["accuracy"].values()])
     means = np.array([values for values in two["accuracy"].values()]).mean(axis=1)
-    np.testing.assert_allclose(shown[-1].axes[0].lines[1].get_ydata(), means, rtol=1e-12)
-    assert np.isnan(shown[-1].axes[0].lines[2].get_ydata()).all()
-    legend = [text.get_text() for text in shown[-1].axes[0].get_legend().texts]
+    np.testing.assert_allclose(drawn[-1].axes[0].lines[1].get_ydata(), means, rtol=1e-12)
+    assert np.isnan(drawn[-1].axes[0].lines[2].get_ydata()).all()
+    legend = [text.get_text() for text in drawn[-1].axes[0].get_legend().texts]
     assert legend == [*labels[:2], labels[2] + "**"]
-    assert "chance (0.1)" in {text.get_text() for text in shown[-1].axes[0].texts}
+    assert "chance (0.1)" in {text.get_text() for text in drawn[-1].axes[0].texts}
+
+
+SMALL = (
+    *("--cell=rnn", "--hidden_size=3", "--tokens=3", "--length=4", "--held_out_sequences=40"),
+    *("--batch_size=8", "--steps=4", "--eval_every=2", "--seed=3", "--detach_per_example"),
+)
 
 
 def test_it_trains_by_itself(tmp_path, monkeypatch, capsys):
-    small = protocols.TASKS["transfer_copy"].protocols["small"]
-    settings = TINY | {"cell": "rnn", "hidden_size": 3}
-    shrunk = {name: protocols.Sourced(value, "a test") for name, value in settings.items()}
-    shrunk = small._replace(settings={**small.settings, **shrunk})
-    monkeypatch.setitem(protocols.TASKS["transfer_copy"].protocols, "small", shrunk)
-    evaluated = []  # how is another test's matter
+    evaluated = []  # the values are another test's matter
     monkeypatch.setattr(
-        transfer_study, "accuracies", lambda found, delay: evaluated.append(delay) or [0.5]
+        study, "accuracies", lambda finished, delay: evaluated.append(delay) or [0.5]
     )
-    start(f"--workdir={tmp_path}", "--detach_probs=0,1", "--seed=3")
+    start(f"--workdir={tmp_path}", "--detach_probs=0,1", *SMALL)
     capsys.readouterr()
     results = json.loads((tmp_path / "transfer.json").read_text())
     assert list(results) == ["detach-0", "detach-1"]
@@ -143,11 +168,12 @@ def test_it_trains_by_itself(tmp_path, monkeypatch, capsys):
         assert evaluated == 2 * [4, 8, 16, 20, 40, 80, 200]
         config = json.loads((tmp_path / label / "config.json").read_text())["config"]
         assert config["carry"]["detach_prob"] == float(label[-1])
+        assert config["carry"]["detach_per_example"] is (label == "detach-1")
         assert config["training"]["seed"] == 3
     states = [support.leaves(tmp_path / label, 4) for label in results]
     assert any(not np.array_equal(states[0][name], states[1][name]) for name in states[0])
 
-    start(f"--workdir={tmp_path}", "--detach_probs=0,1", "--seed=3")
+    start(f"--workdir={tmp_path}", "--detach_probs=0,1", *SMALL)
     assert "step 2/4" not in capsys.readouterr().out  # finished: nothing is trained again
     assert json.loads((tmp_path / "transfer.json").read_text()) == results
 
@@ -158,13 +184,13 @@ def test_it_trains_by_itself(tmp_path, monkeypatch, capsys):
         ([], [0, 0.25]),
         (["--protocol=hdetach"], [0, 0.25, 0.5]),
         (["--detach_prob=0.4"], [0.4]),
-        (["--protocol=hdetach", "--detach_probs=0.1,0"], [0.1, 0]),
+        (["--protocol=hdetach", "--detach_probs=0.1234567,0.1234568"], [0.1234567, 0.1234568]),
     ],
 )
 def test_describe(capsys, argv, probs):
     start("--describe", *argv)
     described = json.loads(capsys.readouterr().out)
-    assert list(described["runs"]) == [f"detach-{p:g}" for p in probs]
+    assert list(described["runs"]) == [f"detach-{p}" for p in probs]
     assert [r["config"]["carry"]["detach_prob"] for r in described["runs"].values()] == probs
     task = described["config"]["task"]
     assert (task["name"], task["layout"], task["symbols"]) == ("copy", "delimiter", 8)
@@ -173,50 +199,110 @@ def test_describe(capsys, argv, probs):
         assert (task["length"], task["tokens"], task["inputs"]) == (100, 10, "scalar")
 
 
-def test_few_examples_at_a_time_have_the_same_score(runs, monkeypatch):
-    monkeypatch.setattr("experiments.learner._EVALUATION_STEPS", 100)  # at most 6 of 15 steps
-    found = studies.finished(runs / "plain")
-    measured = transfer_study.accuracies(found, 9)
-    assert measured[0] == pytest.approx(by_hand(found, 0, 9), abs=1e-6)
+@pytest.mark.parametrize(
+    ("argv", "carry"),
+    [
+        (["--detach_per_example", "--detach_off_steps=9"], [(False, 0, "h"), (True, 9, "h")]),
+        (["--detach_state=c"], [(False, 0, "h"), (False, 0, "c")]),
+        (["--detach_state=c", "--damp_prob=0.5"], [(False, 0, "c"), (False, 0, "c")]),
+    ],
+)
+def test_a_run_that_does_not_detach_does_without_the_flags_of_detaching(argv, carry, capsys):
+    start("--describe", *argv)
+    described = json.loads(capsys.readouterr().out)["runs"]
+    settings = [run["config"]["carry"] for run in described.values()]
+    names = ("detach_per_example", "detach_off_steps", "detach_state")
+    assert [tuple(one[name] for name in names) for one in settings] == carry
 
 
-def test_only_the_last_checkpoint_will_do(tmp_path):
+def test_where_the_results_go(copies, monkeypatch, tmp_path):
+    trained, evaluated = [], []
+    monkeypatch.setattr(study, "run", lambda *arguments: trained.append(arguments))
+    monkeypatch.setattr(study, "evaluate", lambda *arguments: evaluated.append(arguments))
+    start("--delays=30,10")
+    start("--protocol=hdetach", "--profile=3", f"--workdir={tmp_path}")
+    start(f"--copy_workdir={copies / 'plain'}")
+    start(f"--copy_workdir={copies / 'plain'}", f"--workdir={tmp_path}")
+    assert str(trained[0][2]).startswith("runs/transfer_copy/small-")
+    assert (trained[0][1], trained[0][3]) == ((30, 10), 0)
+    assert trained[1][1:] == ((), tmp_path, 3)
+    assert str(evaluated[0][2]).startswith("runs/transfer_copy/finished-")
+    assert evaluated[1][1:] == ((), tmp_path)
+
+
+def test_only_the_last_checkpoint_will_do(copies, tmp_path):
     """An earlier one is not what the summary is of; nothing is removed."""
-    train.run(tiny(), tmp_path / "run")
-    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    largest = max(
-        (tmp_path / "run" / "checkpoints" / "4").rglob("*"), key=lambda p: p.stat().st_size
-    )
+    shutil.copytree(copies / "plain", tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    kept = sorted(path.name for path in checkpoints.iterdir())
+    assert kept == ["2", "4"]
+    largest = max((checkpoints / "4").rglob("*"), key=lambda path: path.stat().st_size)
     data = largest.read_bytes()
     largest.write_bytes(data[: len(data) // 2] + bytes(len(data) - len(data) // 2))
     sentence = refused(f"--copy_workdir={tmp_path / 'run'}", f"--workdir={tmp_path / 'out'}")
     assert sentence.startswith(
         f"the checkpoint of step 4 in {tmp_path / 'run'} is missing, damaged"
     )
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == kept
-    train.run(tiny(), tmp_path / "run")  # as the sentence says
-    assert studies.finished(tmp_path / "run").summary["steps"] == 4
+    assert sorted(path.name for path in checkpoints.iterdir()) == kept
+    loop.run(tiny(), tmp_path / "run")  # as the sentence says
+    support.assert_same_bits(
+        support.leaves(tmp_path / "run", 4), support.leaves(copies / "plain", 4)
+    )
 
 
 def refused(*argv):
-    with pytest.raises(UserError) as error:
+    with pytest.raises((Error, UserError)) as error:
         start(*argv)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-def test_bad_wishes(runs, tmp_path):
-    plain, none = runs / "plain", tmp_path / "none"
+BAD = {
+    "--detach_prob=0.5 --detach_probs=0,0.5": "--detach_prob and --detach_probs exclude each other",
+    "--detach_probs=0,0.5,0": "--detach_probs must name each value once.",
+    "--detach_probs=none": "--detach_probs must name at least one value.",
+    "--detach_probs=a": "it must be a number such as 0.004 or 4e-3, got 'a'",
+    "--detach_probs=0,2": "is a probability in [0, 1], got 2",
+    "--detach_prob=0 --detach_per_example": "--detach_per_example has no effect with",
+    "--detach_probs=0 --detach_off_steps=3": "--detach_off_steps has no effect with",
+    "--detach_prob=0 --detach_state=c": "--detach_state has no effect without --detach_prob",
+    "--delays=30,40,30": "--delays must name each value once.",
+    "--delays=none": "--delays must name at least one value.",
+    "--delays=30,x": "it must be a whole number in plain digits, got 'x'",
+    "--delays=0x10": "it must be a whole number in plain digits, got '0x10'",
+    "--delays=3,0": "--delays must be at least 1 and below 2147483648, got 0.",
+    "--delays=99999999999999": "--delays must be at least 1 and below 2147483648, got 9999",
+    "--delays=2000000000": "--delays=2000000000: this run needs more than",
+    "--length=100000000": "--delays must be at least 1 and below 2147483648, got 5000000000.",
+    "--process_id=0": "Unknown command line flag 'process_id'",
+}
+
+
+@pytest.mark.parametrize("wish", BAD)
+def test_bad_wishes_get_one_sentence_before_anything_is_trained(wish, monkeypatch):
+    monkeypatch.setattr(study, "run", pytest.fail)
+    assert BAD[wish] in refused(*wish.split())
+
+
+def test_bad_wishes_beside_finished_runs(copies, tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "evaluate", pytest.fail)
+    plain, none = copies / "plain", tmp_path / "none"
+    workdir = f"--copy_workdir={plain}"
     assert refused(f"--copy_workdir={none}") == f"{none} is not a workdir: it has no config.json."
-    given = f"--copy_workdir={plain}"
-    for flag in ("--cell=gru", "--steps=9", "--detach_probs=0,1", "--describe"):
+    training = (
+        *("--cell=gru", "--steps=9", "--detach_probs=0,1", "--detach_prob=0", "--profile=0"),
+        *("--learning_rate=1", "--lambda=0.5", "--describe", "--protocol=small"),
+    )
+    for flag in training:
         name = re.match(r"--\w+", flag)[0]
-        assert refused(given, flag) == f"{name} is for training: --copy_workdir trains nothing."
-    assert refused("--delays=3,0") == refused(given, "--delays=3,0")
-    assert refused(given, "--delays=3,0") == "--delays must be at least 1, got 0."
-    assert refused(given, "--delays=3,x") == "--delays is a list of numbers, got '3,x'."
-    assert refused("--detach_probs=a") == "--detach_probs is a list of numbers, got 'a'."
-    assert "is a probability in [0, 1], got 2" in refused("--detach_probs=0,2")
+        assert refused(workdir, flag) == f"{name} is for training: --copy_workdir trains nothing."
+    for delays in ("--delays=3,0", "--delays=99999999999999"):
+        assert refused(workdir, delays) == refused(delays)
+    assert "--delays=2000000000: this run needs more than" in refused(
+        workdir, "--delays=2000000000"
+    )
+    twice = f"--copy_workdir={plain},{copies / 'detached' / '..' / 'plain'}"
+    assert refused(twice) == "--copy_workdir must name each value once."
 
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "config.json").write_text((plain / "config.json").read_text())
@@ -229,27 +315,32 @@ def test_bad_wishes(runs, tmp_path):
 
 
 def test_runs_of_other_tasks_are_refused(tmp_path):
-    settings = {"cell": "rnn", "hidden_size": 2, "length": 2, "held_out_sequences": 4}
-    config = protocols.resolve("adding", "small", settings | {"batch_size": 2, "steps": 1})
-    train.run(config, tmp_path)
+    with contextlib.closing(Workdir(tmp_path)) as work:
+        work.claim(resolve(ADDING, "small", {}))
     assert refused(f"--copy_workdir={tmp_path}") == (
         f"the run in {tmp_path} is one of adding, not of copy."
     )
 
 
-def test_what_is_read_is_what_was_trained(runs):
-    found = studies.finished(runs / "detached")
-    assert (
-        found.config.resolved()
-        == tiny(detach_prob=0.25, seeds=2, learning_rates=(1e-2, 1e30)).resolved()
-    )
-    recorded = json.loads((runs / "detached" / "config.json").read_text())
-    assert found.config.identity() == recorded["identity"]
-    for name, leaf in support.leaves(runs / "detached", found.summary["steps"]).items():
+def test_equal_labels_get_the_workdir(copies, tmp_path):
+    shutil.copytree(copies / "plain", tmp_path / "plain")
+    labels = list(study.finished_runs([copies / "plain", copies / "detached", tmp_path / "plain"]))
+    assert labels == [
+        *(f"gru ({copies / 'plain'})", "gru detach 0.25", f"gru ({tmp_path / 'plain'})")
+    ]
+
+
+def test_what_is_read_is_what_was_trained(copies, finished):
+    one = finished["detached"]
+    settings = {"detach_prob": 0.25, "seeds": 2, "learning_rates": (1e-2, 1e30)}
+    assert one.config.resolved() == tiny(**settings).resolved()
+    recorded = json.loads((copies / "detached" / "config.json").read_text())
+    assert one.config.identity() == recorded["identity"]
+    for name, leaf in support.leaves(copies / "detached", one.summary["steps"]).items():
         if name.startswith("params."):
-            value = found.params
+            value = one.params
             for key in name.split(".")[1:]:
                 value = value[key]
             np.testing.assert_array_equal(value, leaf)
-    first = jax.tree.leaves(found.lane(found.params, 1))[0]
-    np.testing.assert_array_equal(first, jax.tree.leaves(found.params)[0][1])
+    first = jax.tree.leaves(one.lane(one.params, 1))[0]
+    np.testing.assert_array_equal(first, jax.tree.leaves(one.params)[0][1])

@@ -1,0 +1,1 @@
+"""Add two marked numbers of a long sequence: ``python -m experiments.adding --cell=gato``."""

@@ -1,0 +1,218 @@
+"""The main function of a binary: from the command line to a run.
+
+Little is imported before ``main`` has begun: until then an interrupt is a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from experiments.command import flags
+    from experiments.settings.resolver import Experiment
+
+HELP = {"--help", "-help", "-h", "-?", "--helpshort", "--helpfull"}
+
+Begin = Callable[[dict[str, Any]], None]
+
+
+def main(
+    name: str,
+    define: flags.Define,
+    begin: Begin,
+    *,
+    experiment: Experiment | None = None,
+    arguments: str = "",
+) -> None:
+    """Parses the command line and begins.
+
+    Exits with 2 and one sentence on standard error where a wish cannot be met, with 1 and one
+    sentence where the machine fails.
+
+    Args:
+      name: of the binary.
+      define: defines its flags.
+      begin: what it does with those that are given; what stood beside flags is ``"arguments"``.
+      experiment: what it trains, for its defaults in ``--help``.
+      arguments: the name of what may stand beside flags in ``--help``; none: nothing may.
+    """
+    signal.signal(signal.SIGINT, lambda *_: _interrupted(name))
+    import difflib
+
+    from absl import app, logging
+    from absl import flags as absl_flags
+
+    from experiments.command import flags
+    from experiments.settings.errors import (
+        FailedRunsError,
+        ProcessError,
+        StorageError,
+        UserError,
+    )
+
+    usage = f"python -m experiments.{name} [--flag=value ...] {arguments}".rstrip()
+
+    def flags_parser(argv: Sequence[str]) -> dict[str, Any]:
+        absl_flags.FLAGS(argv[:1])  # absl's own stay at their defaults
+        if HELP & set(argv[1:]):
+            print(flags.help_text(usage, define, experiment))
+            sys.exit(0)
+        try:
+            if not arguments:
+                return flags.parse(argv, define)
+            given, rest = flags.parse_with_arguments(argv, define)
+            return {**given, "arguments": rest}
+        except absl_flags.UnrecognizedFlagError as error:
+            near = difflib.get_close_matches(error.flagname, flags.defined(define), n=3)
+            hint = f"did you mean {' or '.join(f'--{flag}' for flag in near)}?"
+            fail(name, f"There is no flag --{error.flagname}; {hint if near else 'see --help.'}")
+        except absl_flags.Error as error:
+            fail(name, str(error))
+
+    def body(given: dict[str, Any]) -> None:
+        logging.set_verbosity(logging.WARNING)
+        use_all_cores()
+        keep_compilations()
+        try:
+            begin(given)
+            sys.stdout.flush()
+        except UserError as error:
+            fail(name, str(error))
+        except (StorageError, ProcessError, FailedRunsError) as error:
+            fail(name, str(error), 1)
+        except BrokenPipeError:  # whoever read it, such as ``head``, has enough
+            fail(name, "nobody reads the standard output.", 1)
+
+    app.run(body, flags_parser=flags_parser)
+
+
+def experiment_main(
+    experiment: Experiment,
+    define: flags.Define = lambda values: None,
+    begin: Begin | None = None,
+) -> None:
+    """The main function of a binary that trains.
+
+    Args:
+      experiment: what it trains.
+      define: defines the flags that only this binary has, beside those of the settings.
+      begin: what it does; None: it trains one run.
+    """
+
+    def define_all(values: Any) -> None:
+        from experiments.command import flags
+
+        flags.define_experiment(experiment, values)
+        define(values)
+
+    def begin_together(given: dict[str, Any]) -> None:
+        join_processes(experiment.name, given)
+        if begin is None:
+            train_one(experiment, given)
+        else:
+            begin(given)
+
+    main(experiment.name, define_all, begin_together, experiment=experiment)
+
+
+def train_one(experiment: Experiment, given: Mapping[str, Any]) -> None:
+    """Describes or trains.
+
+    Raises:
+      UserError: if a wish cannot be met.
+    """
+    import json
+
+    from experiments.command import flags, runs
+    from experiments.machine.processes import is_first
+    from experiments.settings.resolver import resolve
+    from experiments.training import loop
+
+    wanted = flags.wanted(experiment, given)
+    config = resolve(experiment, wanted.protocol, wanted.settings)
+    if wanted.describe:
+        described = json.dumps(runs.description(experiment, config), indent=2)
+        if is_first():
+            print(described)
+        return
+    cell = config.model.cell.replace(":", ".")
+    default = os.path.join("runs", experiment.name, f"{cell}-{wanted.protocol}-{config.hash()}")
+    loop.run(config, wanted.workdir or default, wanted.profile)
+
+
+def join_processes(name: str, given: Mapping[str, Any]) -> None:
+    """Joins the processes that train together, before JAX looks for devices.
+
+    Args:
+      name: of the binary.
+      given: flags.
+
+    Raises:
+      UserError: if only some of the flags are given, or they contradict each other.
+    """
+    from experiments.settings.errors import UserError
+
+    names = ("coordinator_address", "num_processes", "process_id")
+    values = {name: given[name] for name in names if name in given}
+    if not values:
+        return
+    if len(values) < len(names):
+        missing = " and ".join(f"--{name}" for name in names if name not in values)
+        raise UserError(f"several processes need {missing}, too.")
+    if not 0 <= values["process_id"] < values["num_processes"]:
+        raise UserError(
+            f"--process_id must be at least 0 and below --num_processes, got "
+            f"{values['process_id']} of {values['num_processes']}."
+        )
+    # Pages about a dead process, where one sentence says it; before XLA is loaded.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "4")
+    from experiments.machine.processes import join
+
+    join(name, **values)
+
+
+def fail(name: str, sentence: str, code: int = 2) -> NoReturn:
+    """Ends a binary with a sentence on standard error."""
+    text = f"experiments.{name}: {sentence}"
+    if "experiments.machine.processes" in sys.modules:  # where it is not, nothing has been joined
+        from experiments.machine.processes import leave
+
+        leave(code, text)
+    print(text, file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:  # a full disk, or nobody who reads; Python would try again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def _interrupted(name: str) -> None:
+    """Ends at once: nothing is being trained. An exception could be swallowed anywhere."""
+    os.write(2, f"experiments.{name}: interrupted.\n".encode())  # print may be in use
+    os._exit(128 + signal.SIGINT)
+
+
+def use_all_cores() -> None:
+    """Makes XLA see as many CPU devices as there are cores, before JAX starts."""
+    option = "--xla_force_host_platform_device_count"
+    given = os.environ.get("XLA_FLAGS", "")
+    if option not in given:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        os.environ["XLA_FLAGS"] = f"{given} {option}={cores}".strip()
+
+
+def keep_compilations() -> None:
+    """Makes JAX keep compiled programs on disk, where a user keeps caches, before JAX starts.
+
+    JAX_COMPILATION_CACHE_DIR names another place; JAX_ENABLE_COMPILATION_CACHE=false keeps none.
+    """
+    import warnings
+
+    # A cache on a full disk keeps nothing, and the run is none the worse for it.
+    warnings.filterwarnings("ignore", "Error (reading|writing) persistent compilation cache")
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{caches}/recurrent_gates/xla")

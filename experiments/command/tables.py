@@ -1,0 +1,74 @@
+"""Markdown tables, and files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from experiments.settings.errors import UserError
+
+
+def write(path: Path, content: str) -> None:
+    """Writes a file whole or not at all.
+
+    Raises:
+      UserError: if it cannot be written.
+    """
+    part = path.with_name(path.name + ".part")
+    make(path.parent)
+    try:
+        part.write_text(content)
+        os.replace(part, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}.") from None
+
+
+def claim(directory: Path, reports: Collection[str]) -> None:
+    """Makes a directory for runs and their reports, or takes one that holds nothing else.
+
+    Args:
+      directory: it may hold workdirs, one in each folder, and reports.
+      reports: the names of these; ``*`` stands for anything.
+
+    Raises:
+      UserError: if it holds something else, or cannot be made.
+    """
+    try:
+        entries = list(directory.iterdir()) if directory.exists() else []
+    except OSError as error:
+        raise UserError(f"{directory} cannot be read: {error.strerror}.") from None
+    for entry in entries:
+        is_run = (entry / "config.json").is_file()
+        if not is_run and not any(entry.match(name) for name in reports):
+            raise UserError(
+                f"{directory} holds {entry.name}, which is no run of this kind; choose an empty "
+                "folder, or one that is not there yet."
+            )
+    make(directory)
+
+
+def make(directory: Path) -> None:
+    """Makes a directory, if need be.
+
+    Raises:
+      UserError: if it cannot be made.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the directory {directory}: {error.strerror}.") from None
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first column is aligned left, the others right."""
+    cells = [list(head), *map(list, rows)]
+    widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        first, *others = zip(row, widths, strict=True)
+        padded = [first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)]
+        return f"| {' | '.join(padded)} |"
+
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join([line(cells[0]), f"| {' | '.join(rule)} |", *map(line, cells[1:])])

@@ -1,0 +1,1 @@
+"""Overlay the learning curves of runs: ``python -m experiments.compare DIR [DIR ...]``."""

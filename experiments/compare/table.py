@@ -1,0 +1,257 @@
+"""Runs of one task beside each other: a table of their results and their learning curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.catalog import EXPERIMENTS
+from experiments.command import runs, tables
+from experiments.compare import figure
+from experiments.figures.curves import Curve
+from experiments.records.reporting import number, say
+from experiments.records.workdir import Workdir, read_rows
+from experiments.settings.config import Config
+from experiments.settings.errors import UserError
+from experiments.settings.metrics import Metric
+from experiments.training import loop
+
+_TRAIN_LOSS = "train_loss"  # as the rows of a workdir call it
+_QUIET = {"cell", "seed", "seeds", "steps", "learning_rates", "backend"}  # shown otherwise, or not
+
+
+class Entry(NamedTuple):
+    """A run with one of its learning rates.
+
+    Attributes:
+      workdir: of the run.
+      config: of the run.
+      rate: the learning rate.
+      metric: what is compared.
+      watched: what it was measured on: ``"held_out"``, ``"validation"`` or ``"training"``.
+      rows: the run's evaluations.
+      curve: the metric at each, of each seed, None for one that diverged.
+      finished: whether the run is.
+      values: of each seed: a finished run's results, else the last of its curve; of the training
+        loss that in any case.
+      parameters: of the recurrent layer.
+      seconds: of training, all learning rates together.
+    """
+
+    workdir: Path
+    config: Config
+    rate: float
+    metric: Metric
+    watched: str
+    rows: list[dict[str, Any]]
+    curve: list[list[float | None]]
+    finished: bool
+    values: list[float | None]
+    parameters: int
+    seconds: float
+
+
+def run(workdirs: Sequence[Path], style: str, path: Path, wanted: str | None = None) -> str:
+    """Prints the table and draws the figure.
+
+    Args:
+      workdirs: of the runs.
+      style: ``"mean"`` (with range) or ``"median"`` (with quartiles): lines over seeds.
+      path: of the PNG.
+      wanted: the metric: one of the task's or ``"train_loss"``; None: the task's headline.
+
+    Returns:
+      The table.
+
+    Raises:
+      UserError: if a directory is not a workdir or has no evaluation yet, if the runs are
+        of different tasks or metrics, or have no such metric.
+    """
+    entries = [entry for workdir in workdirs for entry in read(workdir, wanted)]
+    tasks = {entry.config.task.name: None for entry in entries}
+    if len(tasks) > 1:
+        raise UserError(f"these runs are of different tasks: {' and '.join(tasks)}.")
+    metrics = {entry.metric.name: None for entry in entries}
+    if len(metrics) > 1:
+        raise UserError(f"these runs have different metrics: {' and '.join(metrics)}.")
+    metric = entries[0].metric
+    labels = distinct_labels(entries)
+    table = markdown(entries, labels, metric)
+    say(f"{table}\n")
+    if len({entry.config.protocol for entry in entries}) > 1:
+        labels = [
+            f"{label} ({entry.config.protocol})"
+            for label, entry in zip(labels, entries, strict=True)
+        ]
+    title = "  ·  ".join([next(iter(tasks)), _band_name(entries, style)])
+    figure.draw(
+        [_curve(entry, label) for entry, label in zip(entries, labels, strict=True)],
+        metric,
+        entries[0].watched.replace("_", "-"),
+        style,
+        title,
+        path,
+        say,
+    )
+    return table
+
+
+def read(workdir: Path, wanted: str | None = None) -> list[Entry]:
+    """The run in a workdir, once for each learning rate; for ``wanted`` see ``run``.
+
+    Raises:
+      UserError: if it is not a workdir, has no evaluation yet or no such metric.
+    """
+    config = runs.recorded_config(workdir, EXPERIMENTS)
+    work = Workdir(workdir)
+    metric, rows = _metric(config, wanted), list(read_rows(work.metrics))
+    training = wanted == _TRAIN_LOSS
+    if training:
+        rows = [row for row in rows if row["step"]]  # before the first step there is none
+    if not rows:
+        raise UserError(f"the run in {workdir} has no evaluation yet.")
+    if training:
+        watched, curve = "training", [row[_TRAIN_LOSS] for row in rows]
+    else:
+        watched = next(name for name, value in rows[-1].items() if isinstance(value, dict))
+        curve = [row[watched][metric.name] for row in rows]
+    values, summary = curve[-1], work.summary()
+    if summary is None:
+        parameters = loop.describe(config)["recurrent_parameters"]
+    else:
+        parameters = summary["recurrent_parameters"]
+        if not training:
+            values = [lane["value"] for lane in summary["metrics"][metric.name]["per_run"]]
+    finished, seconds = summary is not None, sum(row["seconds"] for row in read_rows(work.timing))
+    return [
+        Entry(
+            workdir=workdir,
+            config=config,
+            rate=rate,
+            metric=metric,
+            watched=watched,
+            rows=rows,
+            curve=[row[lanes] for row in curve],
+            finished=finished,
+            values=values[lanes],
+            parameters=parameters,
+            seconds=seconds,
+        )
+        for rate, lanes in config.training.lanes_by_rate.items()
+    ]
+
+
+def _metric(config: Config, wanted: str | None) -> Metric:
+    known = {metric.name: metric for metric in config.task.metrics}
+    if wanted is None:
+        return config.task.metrics[0]
+    if wanted == _TRAIN_LOSS:
+        return known["loss"]
+    if wanted not in known:
+        raise UserError(
+            f"--metric={wanted}: {config.task.name} has {', '.join(known)} and {_TRAIN_LOSS}."
+        )
+    return known[wanted]
+
+
+def _curve(entry: Entry, label: str) -> Curve:
+    star = "*" * entry.values.count(None)
+    x = np.array([row["examples"] for row in entry.rows])
+    return Curve(label + star, x, np.array(entry.curve, float))
+
+
+def distinct_labels(entries: Sequence[Entry]) -> list[str]:
+    """The cell, and the settings given beside the protocol that not all runs share.
+
+    Where that and the protocol are the same for two, the directory follows: as much of its end as
+    tells them apart.
+    """
+    overrides = [dict(entry.config.overrides) for entry in entries]
+    for settings, entry in zip(overrides, entries, strict=True):
+        settings["learning_rate"] = entry.rate
+        for name in _QUIET & settings.keys():
+            del settings[name]
+    labels = []
+    for settings, entry in zip(overrides, entries, strict=True):
+        own = [
+            f"{name.rstrip('_')}={_shown(value)}"
+            for name, value in settings.items()
+            if any(other.get(name) != value for other in overrides)
+        ]
+        labels.append(" ".join([entry.config.model.cell, *own]))
+    groups: dict[tuple[str, str], list[Path]] = {}
+    for label, entry in zip(labels, entries, strict=True):
+        groups.setdefault((label, entry.config.protocol), []).append(entry.workdir)
+    return [
+        f"{label} in {_end(entry.workdir, group)}" if len(group) > 1 else label
+        for label, entry in zip(labels, entries, strict=True)
+        for group in [groups[label, entry.config.protocol]]
+    ]
+
+
+def _end(workdir: Path, group: Sequence[Path]) -> Path:
+    """The shortest end of a directory's path that none of the others in the group has."""
+    parts = workdir.resolve().parts
+    others = [other.resolve().parts for other in group if other != workdir]
+    length = next(
+        count
+        for count in range(1, len(parts) + 1)
+        if all(other[-count:] != parts[-count:] for other in others)
+    )
+    return Path(*parts[-length:])
+
+
+def _shown(value: Any) -> str:
+    return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+def markdown(entries: Sequence[Entry], labels: Sequence[str], metric: Metric) -> str:
+    """The table: a row for each run and learning rate, an asterisk for each seed that diverged.
+
+    A diverged run is infinitely bad: so is a mean over it, and the bound on that side.
+    """
+    what = f"training {metric.name}" if entries[0].watched == "training" else metric.name
+    head = ["cell", "protocol", "parameters", f"{what}: mean [min, max]", "seconds"]
+    rows = []
+    for label, entry in zip(labels, entries, strict=True):
+        step = entry.rows[-1]["step"]
+        at = f" at step {step}" if step < entry.config.training.steps else ""
+        if not entry.finished and entry.watched == "validation":  # finished ones are tested
+            at += " (validation)"
+        if entry.finished and entry.watched == "held_out" and entry.config.training.reports_best:
+            at += " (best)"  # chosen by the same set
+        rows.append(
+            [
+                label,
+                entry.config.protocol,
+                f"{entry.parameters:,}",
+                statistics(entry.values, metric) + at,
+                f"{entry.seconds:.0f}",
+            ]
+        )
+    return tables.markdown(head, rows)
+
+
+def statistics(values: Sequence[float | None], metric: Metric) -> str:
+    """``mean [min, max]`` of the seeds, and an asterisk for each that diverged."""
+    bad = -np.inf if metric.higher_is_better else np.inf
+    numbers = [bad if value is None else value for value in values]
+    shown = [_number(np.mean(numbers)), _number(min(numbers)), _number(max(numbers))]
+    text = "{} [{}, {}]".format(*shown) if len(numbers) > 1 else shown[0]
+    return text + "*" * list(values).count(None)
+
+
+def _number(value: Any) -> str:
+    """Infinite error is an infinite loss, or no accuracy at all."""
+    if np.isfinite(value):
+        return number(value)
+    return "∞" if value > 0 else "-"
+
+
+def _band_name(entries: Sequence[Entry], style: str) -> str:
+    if all(len(entry.values) == 1 for entry in entries):
+        return "one seed each"
+    return "mean and range over seeds" if style == "mean" else "median and quartiles over seeds"

@@ -1,0 +1,98 @@
+"""A cell's gradients, gates and timescales: ``python -m experiments.diagnose --cell=lstm``.
+
+Measures GATO's five desiderata, gradient norms along each path, gates and timescales with fresh
+parameters; prints a table, draws figures. ``--workdir=DIR`` measures gradients, gates and
+timescales before and after a run's training; ``--figure=gates`` draws the refine gate instead.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.command.main import main
+from experiments.diagnose.options import FreshParameters
+from experiments.settings import fields
+from experiments.settings.errors import UserError
+
+if TYPE_CHECKING:
+    from absl.flags import FlagValues
+
+_OF_A_RUN = ("workdir", "steps", "out_dir")
+_OF_THE_REFINE_GATE = ("figure", "seed", "out_dir")
+
+
+def define(values: FlagValues) -> None:
+    """Defines the flags of this binary."""
+    from experiments.command import flags
+
+    for one in fields.declared(FreshParameters).values():
+        flags.add(values, one.flag, one.meaning, one.kind, several=one.several, choices=one.choices)
+    flags.add(values, "workdir", "a finished run of an experiment, instead of --cell")
+    figure = "the cell's figures, or the refine gate's; default: cell"
+    flags.add(values, "figure", figure, choices=("cell", "gates"))
+    places = "where figures go; default: runs/diagnose/CELL, or /gates, or DIR/figures"
+    flags.add(values, "out_dir", places)
+
+
+def begin(given: dict[str, Any]) -> None:
+    """Measures, prints and draws.
+
+    Raises:
+      UserError: if a wish cannot be met.
+    """
+    options = _options(given)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("Figures need matplotlib: pip install 'recurrent_gates[experiments]'.")
+
+    from experiments.catalog import EXPERIMENTS
+    from experiments.command import runs, tables
+    from experiments.diagnose import measurements
+    from experiments.settings.cells import bare_cell
+
+    def directory(default: Path) -> Path:
+        place = Path(given.get("out_dir", default))
+        tables.make(place)
+        return place
+
+    if "workdir" in given:
+        workdir = Path(given["workdir"])
+        finished = runs.finished(workdir, EXPERIMENTS)
+        name, default = workdir.resolve().name, workdir / "figures"
+        measurements.measure_run(finished, name, options.steps, directory(default))
+    elif given.get("figure") == "gates":
+        default = Path("runs", "diagnose", "gates")
+        measurements.measure_refine_gate(options.seed, directory(default))
+    else:
+        cell = bare_cell(options.cell, options.hidden_size)
+        default = Path("runs", "diagnose", options.cell.replace(":", "."))
+        measurements.measure_cell(cell, options, directory(default))
+
+
+def _options(given: dict[str, Any]) -> FreshParameters:
+    from experiments.command import flags
+
+    if "workdir" in given:
+        _refuse_others(given, _OF_A_RUN, "is for fresh parameters: --workdir has its own")
+    elif given.get("figure") == "gates":
+        reason = "is for a cell: --figure=gates is of the refine gate alone"
+        _refuse_others(given, _OF_THE_REFINE_GATE, reason)
+    known = fields.declared(FreshParameters)
+    values = {name: entry.value for name, entry in fields.defaults(FreshParameters)}
+    values |= {name: value for name, value in given.items() if name in known}
+    options = FreshParameters(**values)
+    fields.check_all(options)
+    if options.recurrent:
+        flags.distinct("recurrent", options.recurrent)
+    return options
+
+
+def _refuse_others(given: dict[str, Any], used: tuple[str, ...], reason: str) -> None:
+    for name in given:
+        if name not in used:
+            raise UserError(f"--{name} {reason}.")
+
+
+if __name__ == "__main__":
+    main("diagnose", define, begin)

@@ -1,0 +1,1 @@
+"""What figures share: the page, lines with bands over seeds, a run's learning curve."""

@@ -1,0 +1,1 @@
+"""Unlearn saturated forget gates while learning to add: ``python -m experiments.forgetting``."""

@@ -1,0 +1,58 @@
+"""Unlearn saturated forget gates while learning to add: ``python -m experiments.forgetting``.
+
+Trains an LSTM, an R-LSTM and a UR-LSTM, then compares the timescales of their units.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from experiments.command.main import experiment_main
+from experiments.forgetting.settings import FORGETTING
+
+if TYPE_CHECKING:
+    from absl.flags import FlagValues
+
+CELLS = ("lstm", "r_lstm", "ur_lstm")
+
+
+def define(values: FlagValues) -> None:
+    """Defines the flags that only this binary has."""
+    from experiments.command import flags
+
+    flags.one_process(values)
+    cells = f"several with commas, instead of --cell; default: {','.join(CELLS)}"
+    flags.add(values, "cells", cells, several=True)
+
+
+def begin(given: dict[str, Any]) -> None:
+    """Trains each cell and compares them, or describes that.
+
+    Raises:
+      UserError: if a wish cannot be met.
+    """
+    from pathlib import Path
+
+    from experiments.command import flags, runs
+    from experiments.forgetting import study
+    from experiments.settings.resolver import resolve
+
+    wanted = flags.wanted(FORGETTING, given)
+    settings = wanted.settings
+    flags.exclude(settings, "cell", "cells")
+    cells = (settings.pop("cell"),) if "cell" in settings else settings.pop("cells", CELLS)
+    flags.distinct("cells", cells)
+    configs = {
+        cell.replace(":", "."): resolve(FORGETTING, wanted.protocol, {**settings, "cell": cell})
+        for cell in cells
+    }
+    study.check(configs)
+    if wanted.describe:
+        print(runs.describe(FORGETTING, configs))
+        return
+    default = runs.directory(FORGETTING.name, wanted.protocol, list(configs.values()))
+    study.run(configs, Path(wanted.workdir or default), wanted.profile)
+
+
+if __name__ == "__main__":
+    experiment_main(FORGETTING, define, begin)

@@ -1,0 +1,1 @@
+"""The machine: its devices, several processes, signals, and where the time goes."""

@@ -1,0 +1,48 @@
+"""Whether arrays fit into the machine, from their shapes alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.settings.errors import UserError
+
+
+def check(needed: Mapping[str, int], platform: str, lower: str) -> None:
+    """Refuses what cannot fit.
+
+    Args:
+      needed: bytes by what they are for.
+      platform: of the devices.
+      lower: the flags that would help.
+
+    Raises:
+      UserError: if it is more than there is.
+    """
+    total, there = sum(needed.values()), _there(platform)
+    if total > there:
+        most = max(needed, key=lambda name: needed[name])
+        raise UserError(
+            f"this run needs more than {total / 1e9:,.0f} GB of memory, and there are "
+            f"{there / 1e9:,.0f}: most of it is for {most}; lower {lower}."
+        )
+
+
+def bytes_of(shapes: Any) -> int:
+    """Bytes of a tree of arrays or shapes."""
+    return sum(
+        int(np.prod(leaf.shape, dtype=object)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(shapes)
+    )
+
+
+def _there(platform: str) -> float:
+    """Bytes of memory that the first device has."""
+    if platform == "cpu":
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return float(stats.get("bytes_limit", np.inf))

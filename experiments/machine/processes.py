@@ -1,0 +1,177 @@
+"""Several processes that train together: the first one writes and speaks, all of them agree.
+
+A process that ends before the others takes them with it: each says one sentence and leaves, and
+the same commands go on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator
+from typing import NoReturn, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from experiments.settings.errors import ProcessError, UserError
+
+T = TypeVar("T")
+
+_JOIN_SECONDS = 300  # the processes may be started that long after each other
+_HEARTBEAT_SECONDS = 20  # without a sign of life for so long a process counts as dead
+_LINGER_SECONDS = 2.0
+
+_own_id: int | None = None  # of several processes
+_last_words = threading.Lock()  # a process says one sentence at its end
+_called_by_c: list[object] = []
+_why_xla_aborts: list[str] = []  # the last one holds
+
+_GONE = (
+    "another process of this run has ended, or cannot be reached; the same commands together go "
+    "on from the last checkpoint, and TF_CPP_MIN_LOG_LEVEL=0 shows what XLA knows."
+)
+
+
+def join(name: str, coordinator_address: str, num_processes: int, process_id: int) -> None:
+    """Joins the others, before JAX looks for devices; see ``jax.distributed.initialize``.
+
+    From here on the process ends as soon as XLA notices that another one is dead, with the exit
+    code 1.
+
+    Args:
+      name: of the binary, which says why it ends.
+      coordinator_address: ``HOST:PORT`` of the first process.
+      num_processes: how many there are.
+      process_id: which one this is.
+
+    Raises:
+      UserError: if there is no such address, or the others do not come.
+    """
+    global _own_id
+    _check_address(coordinator_address, process_id)
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
+    _own_id = process_id
+    _die_with_the_others(name)
+    missing = (
+        f"the {num_processes} processes have not met at --coordinator_address="
+        f"{coordinator_address} within {_JOIN_SECONDS} s."
+    )
+    _why_xla_aborts.append(missing)
+    try:
+        jax.distributed.initialize(
+            coordinator_address,
+            num_processes,
+            process_id,
+            initialization_timeout=_JOIN_SECONDS,
+            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+        )
+    except jax.errors.JaxRuntimeError:
+        raise UserError(missing) from None
+    _why_xla_aborts.append(_GONE)
+    _keep_stdout()
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes and speaks."""
+    return jax.process_index() == 0
+
+
+def first_says(tree: T) -> T:
+    """What the first process has, a tree of arrays or numbers; all of them have its shapes."""
+    if jax.process_count() == 1:
+        return tree
+
+    def bits(leaf: np.ndarray) -> np.ndarray:
+        return leaf.view(f"u{leaf.dtype.itemsize}")  # zeros are added to them: -0.0 would change
+
+    leaves = jax.tree.map(np.asarray, tree)
+    said = multihost_utils.broadcast_one_to_all(jax.tree.map(bits, leaves))
+    return jax.tree.map(lambda leaf, like: np.asarray(leaf).view(like.dtype), said, leaves)
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """What several processes do together.
+
+    Raises:
+      ProcessError: in the place of what XLA raises where another one is gone.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() > 1 and "Gloo" in str(error):
+            raise ProcessError(_GONE) from None
+        raise
+
+
+def leave(code: int, sentence: str = "") -> NoReturn:
+    """Ends this process with a sentence on standard error; of several without waiting for the
+    others, which may wait for it."""
+    if sentence and _last_words.acquire(blocking=False):
+        print(sentence, file=sys.stderr, flush=True)
+    if _own_id is None:
+        sys.exit(code)
+    sys.stdout.flush()
+    if _own_id == 0:
+        time.sleep(_LINGER_SECONDS)  # the others cannot outlive it, and may have words, too
+    os._exit(code)
+
+
+def _check_address(address: str, process_id: int) -> None:
+    """XLA dies of addresses that cannot be."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 2**16:
+        raise UserError(f"--coordinator_address must be HOST:PORT, got {address}.")
+    try:
+        socket.getaddrinfo(host.strip("[]"), int(port))
+        if process_id == 0:
+            socket.create_server(("", int(port))).close()
+    except OSError as error:
+        reason = str(error.strerror or error).partition(" (")[0]
+        raise UserError(f"--coordinator_address={address} cannot be: {reason}.") from None
+
+
+def _keep_stdout() -> None:
+    """Keeps standard output for Python: gloo would tell it of each connection."""
+    encoding = sys.stdout.encoding
+    sys.stdout.flush()
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=encoding)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+
+
+def _die_with_the_others(name: str) -> None:
+    """Makes XLA's own end one sentence, and lets an error of ours wait for nobody.
+
+    XLA watches the other processes in a thread of its own, which aborts where one is dead.
+    """
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_int)
+    def aborted(number: int) -> None:
+        del number
+        if not _last_words.acquire(blocking=False):
+            time.sleep(2 * _LINGER_SECONDS)  # the main thread is leaving, with a code of its own
+        else:
+            os.write(2, f"experiments.{name}: {_why_xla_aborts[-1]}\n".encode())
+        os._exit(1)
+
+    ctypes.CDLL(None).signal(signal.SIGABRT, aborted)
+    _called_by_c.append(aborted)
+
+    def unexpected(
+        kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+    ) -> None:
+        sys.__excepthook__(kind, error, trace)
+        leave(1)
+
+    sys.excepthook = unexpected

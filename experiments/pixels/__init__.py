@@ -1,0 +1,1 @@
+"""Classify images pixel by pixel: ``python -m experiments.pixels --cell=ur_lstm``."""

@@ -1,0 +1,1 @@
+"""What a run leaves behind: its directory, its checkpoints, what it tells while it trains."""

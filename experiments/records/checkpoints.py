@@ -1,0 +1,264 @@
+"""Checkpoints that survive a kill at any moment, and notice when a file was damaged."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging
+
+from experiments.records.storage import written
+from experiments.records.workdir import EarlierVersionError
+from experiments.settings.errors import UserError
+
+T = TypeVar("T")
+
+_KEPT = 3
+_STEP = re.compile(r"0|[1-9][0-9]*")
+_CONTENTS = "contents.json"  # of a checkpoint: its leaves' shapes and its files' digests
+_ORBAX = ".orbax-checkpoint-tmp"  # in the name of a checkpoint that Orbax writes
+_NEW, _OLD = ".new", ".old"  # a checkpoint that is being written, and the one that it replaces
+
+
+class _Condition(enum.Enum):
+    GOOD = enum.auto()
+    DAMAGED = enum.auto()
+    OTHER = enum.auto()  # whole, but not like the state that is asked for
+
+
+class Checkpoints:
+    """The last few states of a run, one directory each, named by step.
+
+    Orbax writes a state beside its place, and it is renamed into it: it is there whole or not at
+    all. With it go the shapes of its arrays and a digest of each file. Orbax is asked to read
+    only what agrees with them: where a file is damaged, its threads say more than they should.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory.absolute()
+        # Of several processes one writes, and waits for no other.
+        alone = ocp.options.MultiprocessingOptions(
+            primary_host=0, active_processes={0}, barrier_sync_key_prefix="records"
+        )
+        handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
+        self._orbax = ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, the newest one last."""
+        names = os.listdir(self._directory) if self._directory.is_dir() else []
+        return sorted(int(name) for name in names if _STEP.fullmatch(name))
+
+    @property
+    def last_step(self) -> int:
+        """The newest state's step; 0 if there is none."""
+        return max(self.steps, default=0)
+
+    def save(self, step: int, state: Any) -> None:
+        """Writes a state; one of that step is there until the new one is.
+
+        Raises:
+          StorageError: if it cannot be written; the other states are as they were.
+        """
+        path, new, old = self._path(step), self._path(step, _NEW), self._path(step, _OLD)
+        leaves = _named_leaves(jax.device_get(state))
+        for left in (new, old):
+            shutil.rmtree(left, ignore_errors=True)
+        try:
+            with written(path):
+                self._directory.mkdir(exist_ok=True)
+                new.mkdir()
+                with _quiet():
+                    self._orbax.save(new / "default", args=ocp.args.StandardSave({"state": leaves}))
+                contents = {"leaves": _shapes(leaves), "files": _digests(new)}
+                with (new / _CONTENTS).open("w") as file:
+                    json.dump(contents, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                if path.exists():
+                    path.rename(old)
+                new.rename(path)
+                _sync(self._directory)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+        for superfluous in self.steps[:-_KEPT]:
+            shutil.rmtree(self._path(superfluous), ignore_errors=True)
+
+    def restore(
+        self,
+        like: T,
+        say: Callable[[str], None],
+        fits: Callable[[int, T], bool] = lambda step, state: True,
+    ) -> tuple[int, T] | None:
+        """The newest state that is good and fits, with its step; the newest good one if none
+        fits; None if there never was one. Those after it are removed.
+
+        Args:
+          like: a state of the same structure, arrays or shapes.
+          say: is told of each damaged checkpoint.
+          fits: whether the run can go on from a step with its state.
+
+        Raises:
+          EarlierVersionError: if none is good, and one is of another version.
+          UserError: if there are checkpoints and none is good.
+        """
+        self._tidy()
+        steps = self.steps[::-1]
+        conditions: dict[int, _Condition] = {}
+        good: list[tuple[int, T]] = []
+        for step in steps:
+            conditions[step] = self._condition(step, like)
+            if conditions[step] is _Condition.GOOD:
+                good = [*good[:1], (step, self._load(step, like))]
+                if fits(*good[-1]):
+                    break
+        else:
+            good = good[:1]  # none fits
+        if not good and _Condition.OTHER in conditions.values():
+            raise EarlierVersionError(self._directory.parent)
+        if not good:
+            if steps:
+                raise UserError(
+                    f"every checkpoint in {self._directory} is damaged; remove the workdir to "
+                    "start again."
+                )
+            return None
+        chosen, state = good[-1]
+        for step in steps:
+            if step > chosen:
+                path = self._path(step)
+                if conditions[step] is not _Condition.GOOD:
+                    say(f"warning: the checkpoint {path} is damaged; going on from step {chosen}.")
+                with written(path):
+                    shutil.rmtree(path)
+        return chosen, state
+
+    def read(self, step: int, like: T) -> T | None:
+        """The state of a step; None if it is missing, damaged or of another structure.
+
+        Args:
+          step: whose state it is.
+          like: a state of the same structure, arrays or shapes.
+        """
+        good = self._condition(step, like) is _Condition.GOOD
+        return self._load(step, like) if good else None
+
+    def close(self) -> None:
+        """Ends Orbax's threads."""
+        self._orbax.close()
+
+    def _load(self, step: int, like: T) -> T:
+        leaves = {
+            name: np.empty(leaf.shape, leaf.dtype) for name, leaf in _named_leaves(like).items()
+        }
+        with _quiet():
+            content = self._orbax.restore(
+                self._path(step) / "default", args=ocp.args.StandardRestore({"state": leaves})
+            )
+        values = [content["state"][name] for name in leaves]
+        return jax.tree.unflatten(jax.tree.structure(like), values)
+
+    def _path(self, step: int, suffix: str = "") -> Path:
+        return self._directory / f"{step}{suffix}"
+
+    def _condition(self, step: int, like: Any) -> _Condition:
+        path = self._path(step)
+        try:
+            contents = json.loads((path / _CONTENTS).read_bytes().decode())
+            if contents["files"] != _digests(path):
+                return _Condition.DAMAGED
+            leaves = contents["leaves"]
+        except FileNotFoundError:  # an earlier version had no such file
+            earlier = (path / "default" / "_METADATA").is_file()
+            return _Condition.OTHER if earlier else _Condition.DAMAGED
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return _Condition.DAMAGED
+        return _Condition.GOOD if leaves == _shapes(_named_leaves(like)) else _Condition.OTHER
+
+    def _tidy(self) -> None:
+        """Ends what a kill interrupted."""
+        if self._directory.exists() and not self._directory.is_dir():
+            raise UserError(f"{self._directory} is not a directory.")
+        names = os.listdir(self._directory) if self._directory.exists() else []
+        for path in [self._directory / name for name in names]:
+            if path.suffix == _OLD and not path.with_suffix("").exists():
+                with written(path):
+                    path.rename(path.with_suffix(""))
+            elif path.suffix in (_OLD, _NEW) or _ORBAX in path.name:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _named_leaves(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def _shapes(leaves: dict[str, Any]) -> dict[str, list[Any]]:
+    return {name: [str(leaf.dtype), list(leaf.shape)] for name, leaf in leaves.items()}
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    """SHA-256 of every file but the contents."""
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != _CONTENTS
+    }
+
+
+def _sync(directory: Path) -> None:
+    """Puts the names in a directory on disk."""
+    number = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Orbax raises an error and says it too, from several threads: the first is enough."""
+    verbosity, policy = logging.get_verbosity(), asyncio.get_event_loop_policy()
+    logging.set_verbosity(logging.FATAL)
+    asyncio.set_event_loop_policy(_Policy())
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop_policy(policy)
+        logging.set_verbosity(verbosity)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """Does not mind news when it is closed.
+
+    Orbax closes its loop at the first error, and each array that is still being written then
+    meets a closed loop, whose traceback nobody could catch.
+    """
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.Handle:
+        try:
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        except RuntimeError:
+            if not self.is_closed():
+                raise
+            return asyncio.Handle(callback, args, self, context)
+
+
+class _Policy(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        return _Loop()

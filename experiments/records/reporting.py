@@ -1,0 +1,214 @@
+"""What a run tells the user while it trains: a progress bar or plain lines, and TensorBoard."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from experiments.records.storage import cannot_write, tolerated
+from experiments.records.workdir import Row, Workdir, append_row
+from experiments.settings.config import Config
+
+_FLUSH_SECONDS = 10.0  # TensorBoard looks for news less often
+
+
+def say(text: str) -> None:
+    """A line on standard output, at once, above the progress bar if there is one.
+
+    Raises:
+      StorageError: if that is a file on a full disk.
+      BrokenPipeError: if nobody reads it.
+    """
+    try:
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise cannot_write(Path("the standard output"), error) from None
+
+
+class Report:
+    """What is told and kept of each evaluation: timing, TensorBoard, the progress.
+
+    The run does not need what is kept here: it goes on without what cannot be written, unless
+    the disk is full.
+    """
+
+    def __init__(self, config: Config, work: Workdir, watched: str, step: int) -> None:
+        self._timing, self._events = work.timing, work.path / "tensorboard"
+        self._watched = watched
+        self._failed: set[Path] = set()
+        self._progress = Progress(config, step)
+        self._board = TensorBoard(self._events, config)
+        self._keep(self._events, lambda: self._board.open(step))
+
+    def advance(self, step: int) -> None:
+        """Some steps are done."""
+        self._progress.advance(step)
+
+    def evaluated(self, row: Row, clock: Row) -> None:
+        """A row of metrics is there, with the clock's values.
+
+        Raises:
+          StorageError: if there is no room for them.
+        """
+        self._progress.evaluated(row, self._watched)
+        self._keep(self._timing, lambda: append_row(self._timing, {"step": row["step"], **clock}))
+        self._keep(self._events, lambda: self._board.write(row, self._watched))
+
+    def close(self) -> None:
+        """Leaves the bar as it is and ends the event file."""
+        self._progress.close()
+        with contextlib.suppress(OSError):  # a full disk is said by what the run needs
+            self._board.close()
+
+    def _keep(self, path: Path, write: Callable[[], None]) -> None:
+        """Writes, unless it has failed once."""
+        if path in self._failed:
+            return
+        self._failed.add(path)
+        with tolerated(path, say):
+            write()
+            self._failed.remove(path)
+
+
+class Progress:
+    """A bar with time left and the current metric on a terminal, a line per evaluation in a log.
+
+    The time left is told from what steps and evaluations take; the first evaluation is left
+    out, which compiles.
+    """
+
+    def __init__(self, config: Config, step: int) -> None:
+        self._metric = config.task.metrics[0]
+        self._steps = config.training.steps
+        self._start = self._last = time.monotonic()
+        self._first = self._step = step
+        self._compiled = False
+        self._bar = tqdm(
+            total=self._steps,
+            initial=step,
+            unit="step",
+            disable=not sys.stderr.isatty(),
+            **_terminal_size(),
+            bar_format="{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} "
+            "[{elapsed}<{remaining}{postfix}]",
+        )
+
+    def advance(self, step: int) -> None:
+        """Some steps are done."""
+        self._bar.update(step - self._step)
+        self._step, self._last = step, time.monotonic()
+
+    def evaluated(self, row: Row, watched: str) -> None:
+        """A row of metrics is there."""
+        now = time.monotonic()
+        if not self._compiled:
+            self._start += now - self._last
+            self._bar.unpause()
+            self._compiled = True
+        text = f"{self._metric.name} {_summary(row[watched][self._metric.name])}"
+        if not self._bar.disable:
+            self._bar.set_postfix_str(text)
+            return
+        done, seconds = self._step - self._first, now - self._start
+        left = f", {(self._steps - self._step) * seconds / done:.0f} s left" if done else ""
+        loss = f"loss {_summary(row['train_loss'])}, " if self._step else ""
+        of = watched.replace("_", "-")
+        say(f"step {row['step']}/{self._steps}: {loss}{of} {text}{left}")
+
+    def close(self) -> None:
+        """Leaves the bar as it is."""
+        self._bar.close()
+
+
+def number(value: float) -> str:
+    """Four decimals, or two digits where these would be little but zeros."""
+    return f"{value:.1e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
+
+
+def _summary(values: list[float | None]) -> str:
+    """One value, or the mean of several with their range; diverged lanes are an asterisk."""
+    alive = [value for value in values if value is not None]
+    star = "*" if len(alive) < len(values) else ""
+    if not alive:
+        return star
+    if len(alive) == 1:
+        return f"{number(alive[0])}{star}"
+    mean = sum(alive) / len(alive)
+    return f"{number(mean)} [{number(min(alive))}, {number(max(alive))}]{star}"
+
+
+def _terminal_size() -> dict[str, Any]:
+    """What tqdm is told of the terminal: to follow its size, or 80 columns if it has none."""
+    try:
+        known = min(os.get_terminal_size(sys.stderr.fileno())) > 0
+    except (OSError, ValueError):
+        known = False
+    return {"dynamic_ncols": True} if known else {"ncols": 80, "nrows": 24}
+
+
+class TensorBoard:
+    """Event files for TensorBoard, if tensorboardX is there.
+
+    They are written without tensorboardX's thread, which would keep an error to itself.
+    """
+
+    def __init__(self, directory: Path, config: Config) -> None:
+        self._directory = directory
+        self._names = [f"seed_{seed}_rate_{rate}" for seed, rate in config.training.lanes]
+        self._writer: Any = None
+        self._flushed = time.monotonic()
+
+    def open(self, step: int) -> None:
+        """Begins a file that replaces what earlier ones have of later steps."""
+        try:
+            from tensorboardX import record_writer
+            from tensorboardX.proto.event_pb2 import Event, SessionLog
+        except ImportError:
+            say("tensorboardX is not installed: no TensorBoard events are written.")
+            return
+        self._directory.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.from_{step}"
+        self._writer = record_writer.RecordWriter(str(self._directory / name))
+        self._write(Event(file_version="brain.Event:2"))
+        self._write(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+        self._writer.flush()
+
+    def write(self, row: Row, watched: str) -> None:
+        """A row of metrics."""
+        if self._writer is None:
+            return
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import scalar
+
+        curves = {"train/loss": row["train_loss"]}
+        curves |= {f"{watched}/{name}": values for name, values in row[watched].items()}
+        for curve, values in curves.items():
+            for name, value in zip(self._names, values, strict=True):
+                if value is not None:
+                    self._write(Event(step=row["step"], summary=scalar(f"{curve}/{name}", value)))
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self._writer.flush()
+            self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        """Ends the event file."""
+        if self._writer is not None:
+            try:
+                self._writer.flush()
+            finally:
+                self._writer.close()
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._writer.write(event.SerializeToString())

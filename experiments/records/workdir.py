@@ -1,0 +1,394 @@
+"""A run's directory: whose it is, what was measured, what came out."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+
+from experiments.records.storage import cannot_write, no_writing, reason, written
+from experiments.settings.config import Config, identity_defaults
+from experiments.settings.errors import StorageError, UserError
+
+Row = dict[str, Any]
+
+_CONFIG = "config.json"
+_NOT_YET = {"lock", "config.json.part"}  # what a run leaves that could not even write its config
+
+
+class EarlierVersionError(UserError):
+    """A run that cannot go on: its states are not like those of this version."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            f"the run in {path} was begun by an earlier version of these experiments and cannot "
+            "go on; choose another --workdir."
+        )
+
+
+class Workdir:
+    """The files of a run.
+
+    ``config.json`` settings, and commit, versions and device of the start and, where they were
+    others, of each continuation; ``metrics.jsonl`` a row for each evaluation, without clock
+    values; ``timing.jsonl`` the clock values; ``summary.json``, once the run is finished;
+    ``checkpoints/``, ``figures/`` and ``tensorboard/``.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.metrics = self.path / "metrics.jsonl"
+        self.timing = self.path / "timing.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self._lock: IO[str] | None = None
+
+    def claim(self, config: Config) -> None:
+        """Makes the directory this config's, for this process.
+
+        Raises:
+          UserError: if it cannot be written, is in use or belongs to another config.
+        """
+        self._check_ours(config)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / "lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"the workdir {self.path} is in use by another process.") from None
+        except OSError as error:
+            if no_writing(error):
+                raise cannot_write(self.path, error) from None
+            raise UserError(f"cannot write to the workdir {self.path}: {reason(error)}.") from None
+        if not self._check_ours(config):  # another process may have been here before the lock
+            self.write_json(_CONFIG, {**_settings(config), **_origin()})
+
+    def add(self, row: Row) -> None:
+        """Adds a row to ``metrics.jsonl``.
+
+        Raises:
+          StorageError: if it cannot be written; the file is as it was.
+        """
+        self.check_held()
+        with written(self.metrics):
+            append_row(self.metrics, row)
+
+    def sync(self) -> None:
+        """Puts the rows of ``metrics.jsonl`` on disk, as a checkpoint of their step needs them.
+
+        Raises:
+          StorageError: if that cannot be done.
+        """
+        self.check_held()
+        with written(self.metrics), self.metrics.open("rb") as file:
+            os.fsync(file.fileno())
+
+    def check_held(self) -> None:
+        """Raises ``StorageError`` if the directory that was claimed is no longer there."""
+        try:
+            held = self._lock is not None and os.path.samestat(
+                os.fstat(self._lock.fileno()), (self.path / "lock").stat()
+            )
+        except OSError:
+            held = False
+        if not held:
+            raise StorageError(f"the workdir {self.path} was removed while the run was training.")
+
+    def _check_ours(self, config: Config) -> bool:
+        """Whether a run has begun here; False in a folder that is empty or not there.
+
+        Raises:
+          UserError: if the folder is not ours, or belongs to another config.
+        """
+        before = self.read_json(_CONFIG)
+        if before is not None:
+            self._check_same(before, config)
+            self.read_json("summary.json")  # before compute is spent
+            _sort(self.timing, _is_timing)
+            return True
+        try:
+            names = set(os.listdir(self.path))
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise UserError(f"cannot write to the workdir {self.path}: {reason(error)}.") from None
+        if names - _NOT_YET:
+            raise UserError(
+                f"the folder {self.path} is not empty and has no config.json of a run; choose an "
+                "empty or a new one as --workdir."
+            )
+        return False
+
+    def go_on(self, config: Config, began: bool) -> str | None:
+        """Records that the run is trained now, here, and towards these steps.
+
+        The summary of a finished run that goes on is kept as ``summary-STEPS.json``.
+
+        Args:
+          config: of the run, with its steps to come.
+          began: whether it has been trained before.
+
+        Returns:
+          A sentence if that was on other devices, else None.
+        """
+        if (summary := self.read_json("summary.json")) is not None:
+            path, old = self.path / "summary.json", f"summary-{summary.get('steps')}.json"
+            with written(path):
+                os.replace(path, self.path / old)
+        before, now = self.read_json(_CONFIG), _origin()
+        origins = [{name: before.get(name) for name in now}, *before.get("continued", [])]
+        if not began:
+            origins = [now]
+        elif origins[-1] != now:
+            origins.append(now)
+        continued = {"continued": origins[1:]} if origins[1:] else {}
+        self.write_json(_CONFIG, {**_settings(config), **origins[0], **continued})
+        others = {origin["device"]: None for origin in origins if origin["device"] != now["device"]}
+        if not others:
+            return None
+        return (
+            f"this run was trained on {' and '.join(others)} and goes on on {now['device']}: "
+            "its last bits will differ."
+        )
+
+    def summary(self) -> dict[str, Any] | None:
+        """What a finished run leaves; None if it is not finished, or has gone on since."""
+        content = self.read_json("summary.json")
+        rows = [row["step"] for row in read_rows(self.metrics)]
+        return content if content and rows and content.get("steps") == rows[-1] else None
+
+    def summary_of(self, steps: int) -> dict[str, Any] | None:
+        """The summary, if the run was to have so many steps and is finished."""
+        recorded = self.read_json(_CONFIG)
+        try:
+            asked = recorded["config"]["training"]["steps"]
+        except (KeyError, TypeError):
+            return None
+        return self.summary() if asked == steps else None
+
+    def _trained(self) -> int:
+        """How many steps the run has been trained for, as far as that is kept."""
+        steps = [row["step"] for row in read_rows(self.metrics)]
+        for path in (self.path / "checkpoints").glob("*"):
+            steps += [int(path.name)] if path.name.isdecimal() else []
+        return max(steps, default=0)
+
+    def close(self) -> None:
+        """Lets other processes have the directory."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def _check_same(self, before: dict[str, Any], config: Config) -> None:
+        old = before.get("identity")
+        continued = before.get("continued", [])
+        origins = [before, *continued] if isinstance(continued, list) else [None]
+        known = all(isinstance(one, dict) and isinstance(one.get("device"), str) for one in origins)
+        if not isinstance(old, dict) or not known:
+            raise UserError(
+                f"{self.path / _CONFIG} was made by another version of these experiments; "
+                "choose another --workdir."
+            )
+        new = config.identity()
+        defaults = identity_defaults(config.task)  # an earlier version did not have them yet
+        recorded, old = old, {name: defaults[name] for name in new if name in defaults} | old
+        different = [name for name in {**new, **old} if old.get(name) != new.get(name)]
+        if recorded.keys() < new.keys() and any(old.get(name) is None for name in different):
+            raise EarlierVersionError(self.path)  # it left more settings to the cell
+        if different == ["training.steps"]:
+            raise UserError(
+                f"the schedule of the run in {self.path} is made for {old['training.steps']} "
+                "steps and cannot get another length; choose another --workdir."
+            )
+        if different:
+            name = different[0]
+            raise UserError(
+                f"the workdir {self.path} belongs to another configuration "
+                f"({name.partition('.')[2] or name} is {old.get(name)} there and {new.get(name)} "
+                "here); choose another --workdir."
+            )
+        if config.training.steps < (trained := self._trained()):
+            raise UserError(
+                f"the run in {self.path} has been trained for {trained} steps; --steps can only "
+                "be raised."
+            )
+
+    def read_json(self, name: str) -> Any:
+        """A file's content, an object; None if there is no such file.
+
+        Raises:
+          UserError: if it is damaged.
+        """
+        path = self.path / name
+        try:
+            content = json.loads(path.read_bytes().decode())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {reason(error)}.") from None
+        except (ValueError, RecursionError):
+            raise UserError(f"{path} is damaged: it is not JSON.") from None
+        if not isinstance(content, dict):
+            raise UserError(f"{path} is damaged: it is not a JSON object.")
+        return content
+
+    def write_json(self, name: str, content: Any) -> None:
+        """Writes a file whole or not at all.
+
+        Raises:
+          StorageError: if it cannot be written.
+        """
+        _replace(self.path / name, json.dumps(content, indent=2) + "\n")
+
+    def lost_rows(self, due: Iterable[int]) -> list[int]:
+        """Those of the steps whose row should be in ``metrics.jsonl`` and is not."""
+        there = {row["step"] for row in _sort(self.metrics, _is_evaluation)[0]}
+        return [step for step in due if step not in there]
+
+    def keep_rows(self, last_step: int, say: Callable[[str], None]) -> None:
+        """Drops the rows of ``metrics.jsonl`` after a step, and what is no row in both files.
+
+        Args:
+          last_step: of the last row to keep.
+          say: is told of clock values that are lost.
+
+        Raises:
+          StorageError: if they cannot be written.
+        """
+        rows, _ = _sort(self.metrics, _is_evaluation)
+        rows = [row for row in rows if row["step"] <= last_step]
+        _replace(self.metrics, "".join(map(_line, rows)))
+        rows, damaged = _sort(self.timing, _is_timing)
+        if damaged:
+            say(
+                f"warning: {self.timing} is damaged: {damaged} of its lines are lost, and the "
+                "seconds of training will be too few."
+            )
+            _replace(self.timing, "".join(map(_line, rows)))
+
+
+def append_row(path: Path, row: Row) -> None:
+    """Adds a row to a file of JSON lines; it outlives the process, but not yet the machine.
+
+    Raises:
+      OSError: if it cannot be written; the file is as it was.
+    """
+    with path.open("ab", buffering=0) as file:
+        end = os.fstat(file.fileno()).st_size
+        line = _line(row).encode()
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(file.fileno(), end)
+            raise
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of a file of JSON lines, without lines that are damaged; none if there is no file.
+
+    Raises:
+      UserError: if it cannot be read.
+    """
+    yield from _sort(path, lambda row: True)[0]
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row) + "\n"
+
+
+def _sort(path: Path, good: Callable[[Row], bool]) -> tuple[list[Row], int]:
+    """The good rows of a file of JSON lines, and how many lines are none."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return [], 0
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {reason(error)}.") from None
+    rows = []
+    for line in lines:
+        try:
+            row = json.loads(line.decode())
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and type(row.get("step")) is int and good(row):
+            rows.append(row)
+    return rows, len(lines) - len(rows)
+
+
+def _is_evaluation(row: Row) -> bool:
+    """Whether a row has what the summary and the figure read."""
+    lists = ("learning_rate", "train_loss", "diverged")
+    tables = [value for value in row.values() if isinstance(value, dict)]
+    return (
+        type(row.get("examples")) is int
+        and all(isinstance(row.get(name), list) for name in lists)
+        and len(tables) == 1
+        and all(isinstance(values, list) for values in tables[0].values())
+    )
+
+
+def _is_timing(row: Row) -> bool:
+    return "seconds" in row and all(type(value) in (int, float) for value in row.values())
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    part = path.with_name(path.name + ".part")
+    with written(path):
+        try:
+            with part.open("w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise
+
+
+def device_name() -> str:
+    """The kind and number of the devices in use, such as ``"cpu x 2"``, and of the processes."""
+    devices, processes = jax.devices(), jax.process_count()
+    several = f" in {processes} processes" if processes > 1 else ""
+    return f"{devices[0].device_kind} x {len(devices)}{several}"
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    return {
+        "protocol": config.protocol,
+        "overrides": config.overrides,
+        "config": config.resolved(),
+        "identity": config.identity(),
+    }
+
+
+def _origin() -> dict[str, Any]:
+    packages = ("recurrent_gates", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+    versions: dict[str, str | None] = {}
+    for package in packages:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    return {"commit": _commit(), "versions": versions, "device": device_name()}
+
+
+def _commit() -> str | None:
+    """The clone's commit, with ``-dirty`` if files differ from it; None outside of git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,178 @@
+"""From the settings of a model to the library's cell, and which of them a cell has."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+import recurrent_gates as rg
+from experiments.settings.errors import UserError
+from experiments.settings.model import ModelSettings
+from recurrent_gates import initializers
+
+_INITIALIZERS = ("kernel_init", "recurrent_kernel_init", "bias_init")
+_STANDARD = rg.GATES["standard"]
+
+
+def bare_cell(name: str, hidden_size: int) -> rg.Cell:
+    """The cell of a name in ``CELLS`` or of ``module:Class``, with its own settings.
+
+    A class takes ``features``, or nothing; a foreign Flax cell is wrapped in ``FlaxCell``.
+
+    Args:
+      name: of the cell.
+      hidden_size: its units.
+
+    Raises:
+      UserError: if there is no such cell, or it cannot have that size.
+    """
+    if hidden_size < 1:
+        raise UserError(f"--hidden_size must be at least 1, got {hidden_size}.")
+    if ":" not in name:
+        try:
+            return rg.CELLS[name](hidden_size)
+        except rg.UnknownCellError as error:
+            raise UserError(str(error)) from None
+        except ValueError as error:
+            raise UserError(f"--cell={name}: {error}") from None
+    named = _imported(name)
+    try:
+        cell = named
+        if isinstance(named, type) or not isinstance(named, nn.Module):
+            fields = getattr(named, "__dataclass_fields__", {"features": None})
+            cell = named(features=hidden_size) if "features" in fields else named()
+    except Exception as error:  # a cell of the user's own may fail in any way
+        raise UserError(f"--cell={name} cannot be built: {first_line(error)}") from None
+    if isinstance(cell, nn.RNNCellBase) and not isinstance(cell, rg.Cell):
+        cell = rg.FlaxCell(cell)
+    if not isinstance(cell, rg.Cell):
+        raise UserError(
+            f"--cell={name} is neither a recurrent_gates.Cell nor a Flax cell, "
+            f"but {type(cell).__name__}."
+        )
+    return cell
+
+
+def _imported(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except AttributeError:
+        raise UserError(f"--cell={name}: module {module} has no {attribute!r}.") from None
+    except Exception as error:  # so may its module
+        raise UserError(
+            f"--cell={name}: module {module} cannot be imported: {first_line(error)}"
+        ) from None
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error, with its kind."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else f"{type(error).__name__}."
+
+
+def own_settings(cell: rg.Cell) -> dict[str, Any]:
+    """The settings that a cell has, with the values that it has of its own accord."""
+    fields = {field.name for field in dataclasses.fields(cell)}
+    own: dict[str, Any] = {}
+    if fields.issuperset(_INITIALIZERS):
+        own["init"] = "library"
+    if "bias_vectors" in fields:
+        own["bias_vectors"] = cell.bias_vectors
+    gate: Any = getattr(cell, "gate", None)
+    if isinstance(gate, rg.Gate):
+        if gate.activation == "sigmoid" and gate.bias == "constant" and not gate.master:
+            own["forget_bias"] = gate.forget_bias
+        if gate.bias != "constant" and (gate.refine or gate.refine_input):
+            own["refine_bias"] = gate.refine_bias
+        if gate.master:
+            own["downsize"] = gate.downsize
+        if gate.bias == "chrono":
+            own["tmax"] = gate.tmax
+    if reset := getattr(cell, "reset", None):
+        own["reset"] = reset
+    if "s_update" in fields:
+        own["s_update"] = cell.s_update
+    if isinstance(cell, rg.GATO) and isinstance(cell.f, rg.GatedDecay):
+        own["lambda_"] = cell.f.rate
+    return own
+
+
+def left_to_protocols(cell: rg.Cell, name: str) -> bool:
+    """Whether a protocol's default is for this cell's setting of that name.
+
+    The forget bias of the papers is that of a standard gate, and where the reset gate acts is a
+    question of the plain GRU: refined gates and gated GRUs keep their own (ours).
+    """
+    if name == "forget_bias":
+        return getattr(cell, "gate", None) in (_STANDARD, _STANDARD.tie())
+    if name == "reset":
+        return getattr(cell, "reset", None) == "after"
+    return True
+
+
+def feedback(cell: rg.Cell) -> str:
+    """The field of the state that feeds back: h where there is one, else the first that does."""
+    fields = state_fields(cell)
+    back = [name for name in fields if name not in cell.accumulated]
+    return "h" if "h" in fields else back[0]
+
+
+def state_fields(cell: rg.Cell) -> tuple[str, ...]:
+    """The names of a state's fields; their numbers where they have no names."""
+    state = jax.eval_shape(lambda: cell.initial(()))
+    if not isinstance(state, tuple):
+        return ("0",)
+    return getattr(state, "_fields", tuple(map(str, range(len(state)))))
+
+
+def field_of(name: str) -> str | int:
+    """A field as the library takes it: a name or a number."""
+    return int(name) if name.lstrip("-").isdecimal() else name
+
+
+def _dtypes(cell: rg.Cell, model: ModelSettings) -> dict[str, Any]:
+    if not hasattr(cell, "dtype"):
+        raise UserError(f"--dtype: {model.cell} has no such setting.")
+    if model.dtype != "float64":
+        return {"dtype": model.dtype}
+    if jnp.result_type(float) != "float64":
+        raise UserError("--dtype=float64 needs the environment variable JAX_ENABLE_X64=1.")
+    return {"dtype": "float64", "param_dtype": "float64"}
+
+
+def build_cell(model: ModelSettings) -> rg.Cell:
+    """The cell that the settings describe.
+
+    Raises:
+      UserError: if they do not fit together.
+    """
+    cell = bare_cell(model.cell, model.hidden_size)
+    changes: dict[str, Any] = {
+        name: value
+        for name in ("bias_vectors", "reset", "s_update")
+        if (value := getattr(model, name)) is not None
+    }
+    of_gate = {
+        name: value
+        for name in ("forget_bias", "refine_bias", "downsize", "tmax")
+        if (value := getattr(model, name)) is not None
+    }
+    try:
+        if of_gate:
+            changes["gate"] = dataclasses.replace(cell.gate, **of_gate)
+        if model.lambda_ is not None:
+            changes["f"] = dataclasses.replace(cell.f, rate=model.lambda_)
+        if model.init == "torch":
+            uniform = initializers.torch_recurrent(model.hidden_size)
+            changes |= dict.fromkeys(_INITIALIZERS, uniform)
+        if model.dtype != "float32":
+            changes |= _dtypes(cell, model)
+        return cell.clone(**changes)
+    except ValueError as error:
+        raise UserError(f"--cell={model.cell}: {error}") from None

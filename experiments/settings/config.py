@@ -1,0 +1,154 @@
+"""The frozen settings of a run, and which of them make a run another run."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from experiments.settings.errors import UserError
+from experiments.settings.fields import check_all, declared
+from experiments.settings.model import CarrySettings, ModelSettings
+from experiments.settings.optimization import TrainingSettings
+
+_NO_MATHEMATICS = ("model.backend", "task.data_dir")
+_SEEDS = 2**31  # a seed is an int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """All settings of a run; plain numbers, strings and tuples, so that it is JSON.
+
+    Attributes:
+      protocol: whose settings these are, before overrides.
+      overrides: the settings that were given beside the protocol, by name.
+      task: a ``training.task.Task``, a frozen dataclass of the task's own settings.
+      model, carry, training: the shared ones.
+    """
+
+    protocol: str
+    overrides: dict[str, Any]
+    task: Any
+    model: ModelSettings
+    carry: CarrySettings
+    training: TrainingSettings
+
+    @property
+    def schedule_needs_length(self) -> bool:
+        """Whether what happens at a step depends on how many there are."""
+        detaching_ends = self.carry.detach_prob > 0 and self.carry.detach_off_steps > 0
+        return detaching_ends or self.training.schedule == "cosine"
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """The dataclasses of settings by the name of their part."""
+        return {
+            "task": self.task,
+            "model": self.model,
+            "carry": self.carry,
+            "training": self.training,
+        }
+
+    def resolved(self) -> dict[str, Any]:
+        """The settings in effect, as JSON types."""
+        parts = {name: dataclasses.asdict(part) for name, part in self.parts.items()}
+        parts["task"] = {"name": self.task.name, **parts["task"]}
+        return json.loads(json.dumps(parts))
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that change the mathematics, ``{"part.name": value}``.
+
+        A longer run continues a shorter one, unless its schedule depends on the length.
+        """
+        flat = {
+            f"{part}.{name}": value
+            for part, settings in self.resolved().items()
+            for name, value in settings.items()
+        }
+        without = {*_NO_MATHEMATICS}
+        if not self.schedule_needs_length:
+            without.add("training.steps")
+        return {name: value for name, value in flat.items() if name not in without}
+
+    def hash(self) -> str:
+        """8 hexadecimal digits of the identity."""
+        text = json.dumps(self.identity(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    def check(self) -> None:
+        """Raises ``UserError`` on the first setting that cannot be."""
+        for part in self.parts.values():
+            check_all(part)
+        training, carry, model = self.training, self.carry, self.model
+        if training.seed + training.seeds > _SEEDS:
+            raise UserError(f"--seed and --seeds together must stay below {_SEEDS}.")
+        if carry.detach_prob and carry.detach_off_steps >= training.steps:
+            raise UserError(
+                f"--detach_off_steps={carry.detach_off_steps} leaves no step of "
+                f"{training.steps} to detach in; --detach_off_steps=0 detaches in all of them."
+            )
+        if training.schedule == "warmup" and not training.warmup_steps:
+            raise UserError("--schedule=warmup needs --warmup_steps.")
+        if training.schedule == "cosine" and training.warmup_steps >= training.steps:
+            raise UserError(
+                f"--warmup_steps={training.warmup_steps} leaves no step of {training.steps} for "
+                "the cosine."
+            )
+        if model.dropout and not model.decoder:
+            raise UserError(
+                "--dropout acts on the decoder's hidden layers, and there are none: "
+                "give --dropout=0, or widths with --decoder."
+            )
+        if getattr(self.task, "inputs", None) == "embed" and model.embedding < 1:
+            raise UserError(
+                "--inputs=embed: this protocol has no width for an embedding; give --embedding, "
+                "or --inputs=one_hot or scalar."
+            )
+        self.task.check()
+        self._check_fields()
+
+    def _check_fields(self) -> None:
+        from experiments.settings.cells import build_cell, field_of, state_fields
+
+        carry = self.carry
+        fields = state_fields(build_cell(self.model))
+        acting = [("detach_state", carry.detach_state)]
+        acting += [("zoneout_c", "c")] if carry.zoneout_c else []
+        acting += [("zoneout_h", "h")] if carry.zoneout_h else []
+        for flag, field in acting:
+            at = field_of(field)
+            if field not in fields and not (isinstance(at, int) and 0 <= at < len(fields)):
+                raise UserError(
+                    f"--{flag}: the state of {self.model.cell} has no field {field!r}, "
+                    f"it has {' and '.join(fields)}."
+                )
+
+
+def identity_defaults(task: Any) -> dict[str, Any]:
+    """``{"part.name": default}`` of the settings that have one: what a config of an earlier
+    version, which did not know them yet, meant.
+
+    Args:
+      task: the task's settings or their class.
+    """
+    parts = {
+        "task": task if isinstance(task, type) else type(task),
+        "model": ModelSettings,
+        "carry": CarrySettings,
+        "training": TrainingSettings,
+    }
+    return {
+        f"{part}.{name}": one.default.value
+        for part, cls in parts.items()
+        for name, one in declared(cls).items()
+        if one.default is not None
+    }
+
+
+def as_tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as JSON gives them, with tuples in the place of lists."""
+    return {
+        name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()
+    }

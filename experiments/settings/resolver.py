@@ -1,0 +1,207 @@
+"""From an experiment, a protocol and settings given beside it to a config."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from experiments.settings import fields
+from experiments.settings.config import Config
+from experiments.settings.derived import in_steps, without_dependence
+from experiments.settings.errors import UserError
+from experiments.settings.fields import Setting
+from experiments.settings.model import CarrySettings, ModelSettings
+from experiments.settings.optimization import Passes, TrainingSettings
+from experiments.settings.sources import Protocol
+
+_SHARED = (ModelSettings, CarrySettings, TrainingSettings)
+
+
+class Experiment(NamedTuple):
+    """What a binary trains.
+
+    Attributes:
+      name: of the binary.
+      settings: the dataclass of the task's own settings.
+      task: gives the task's class, a subclass of ``settings``; JAX is imported only then.
+      protocols: by name.
+      study: whether the binary trains several runs that belong together.
+    """
+
+    name: str
+    settings: Any
+    task: Callable[[], Any]
+    protocols: Mapping[str, Protocol]
+    study: bool = False
+
+    @property
+    def in_passes(self) -> bool:
+        """Whether its length may be given in passes over a training set."""
+        return any("epochs" in protocol.settings for protocol in self.protocols.values())
+
+    def known(self) -> dict[str, Setting]:
+        """Every setting by name: the shared ones, the task's, and epochs where there are any."""
+        classes = [*_SHARED, self.settings, *([Passes] if self.in_passes else [])]
+        known = {name: one for cls in classes for name, one in fields.declared(cls).items()}
+        return {
+            name: one
+            for name, one in known.items()
+            if one.needs is None or one.needs[0] in known  # else it could have no effect
+        }
+
+    def values(self, protocol: str) -> dict[str, fields.Sourced]:
+        """A protocol's settings with those that have a default, before any dependence.
+
+        Raises:
+          UserError: if there is no such protocol.
+        """
+        if protocol not in self.protocols:
+            known = ", ".join(self.protocols)
+            raise UserError(f"There is no protocol {protocol!r}; known: {known}.")
+        return {
+            **dict(fields.defaults(*_SHARED, self.settings)),
+            **self.protocols[protocol].settings,
+        }
+
+
+def resolve(experiment: Experiment, protocol: str, overrides: Mapping[str, Any]) -> Config:
+    """The config of a protocol with some settings given beside it.
+
+    Args:
+      experiment: what is trained.
+      protocol: a paper's name, or ``"small"``.
+      overrides: setting name -> value.
+
+    Returns:
+      The config, checked.
+
+    Raises:
+      UserError: if there is no such protocol, or the settings cannot be.
+    """
+    known, sourced = experiment.known(), experiment.values(protocol)
+    for name, value in overrides.items():
+        if name not in known:
+            raise UserError(f"--{name.rstrip('_')} is not for {experiment.name}: {_NO_SETTING}")
+        known[name].check(value)
+    chosen = {name: entry.value for name, entry in sourced.items()} | dict(overrides)
+    settings = without_dependence(chosen)
+    cells = experiment.protocols[protocol].cells
+    decided = getattr(experiment.settings, "decides", ())
+    settings |= _cell_settings(cells, settings, overrides, decided)
+    task = experiment.task()
+    made = _fill(task, settings)
+    made.check()
+    settings = in_steps(made, settings, overrides)
+    _check_effect(overrides, settings, known)
+    config = Config(
+        protocol=protocol,
+        overrides=dict(overrides),
+        task=made,
+        model=_fill(ModelSettings, settings),
+        carry=_fill(CarrySettings, settings),
+        training=_fill(TrainingSettings, settings),
+    )
+    config.check()
+    return config
+
+
+_NO_SETTING = "it has no such setting."
+
+
+def _check_effect(
+    overrides: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    known: Mapping[str, Setting],
+) -> None:
+    fields.check_effect(overrides, settings, known)
+    if "detach_state" in overrides and not (settings["detach_prob"] or settings["damp_prob"]):
+        raise UserError("--detach_state has no effect without --detach_prob or --damp_prob.")
+    if overrides.get("keep_best") is False and settings["patience"]:
+        raise UserError("--keep_best=false contradicts --patience, which reports the best ones.")
+
+
+def _cell_settings(
+    cells: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    decided: tuple[str, ...],
+) -> dict[str, Any]:
+    """The settings that the cell has: from the command line, the protocol or the cell itself."""
+    from experiments.settings.cells import bare_cell, feedback, left_to_protocols, own_settings
+
+    name = settings["cell"]
+    cell = bare_cell(name, settings["hidden_size"])
+    own = {
+        setting: value for setting, value in own_settings(cell).items() if setting not in decided
+    }
+    family = _family(cells, cell)
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(ModelSettings):
+        setting = field.name
+        if setting not in _OF_THE_CELL:
+            continue
+        if setting in overrides and setting not in own:
+            raise UserError(f"--{setting.rstrip('_')} is not for {name}: {_NO_SETTING}")
+        if setting in overrides:
+            values[setting] = overrides[setting]
+        elif setting in own and setting in family and left_to_protocols(cell, setting):
+            values[setting] = family[setting].value
+        else:
+            values[setting] = own.get(setting)
+    if values["tmax"] == "hidden_size":
+        values["tmax"] = settings["hidden_size"]
+    if settings["detach_state"] == "feedback":
+        values["detach_state"] = feedback(cell)
+    return values
+
+
+def _family(cells: Mapping[str, Mapping[str, Any]], cell: Any) -> Mapping[str, Any]:
+    """A protocol's defaults for a cell."""
+    from recurrent_gates import GATO
+
+    return cells["gato" if isinstance(cell, GATO) else "*"]
+
+
+def explain(experiment: Experiment, config: Config) -> dict[str, dict[str, Any]]:
+    """``{flag: {"value", "meaning", "source"}}`` of every setting in effect.
+
+    Args:
+      experiment: what is trained.
+      config: as ``resolve`` made it.
+    """
+    from experiments.settings.cells import bare_cell, left_to_protocols
+
+    sourced = experiment.values(config.protocol)
+    cell = bare_cell(config.model.cell, config.model.hidden_size)
+    family = _family(experiment.protocols[config.protocol].cells, cell)
+    values = {name: value for part in config.resolved().values() for name, value in part.items()}
+    explained = {}
+    for name, one in experiment.known().items():
+        if values.get(name) is None:
+            continue
+        if name in config.overrides:
+            source = "the command line"
+        elif name in family and left_to_protocols(cell, name):
+            source = family[name].source
+        else:
+            source = sourced[name].source if name in sourced else "the cell's own"
+        explained[one.flag] = {"value": values[name], "meaning": one.meaning, "source": source}
+    return explained
+
+
+_OF_THE_CELL = (
+    "init",
+    "bias_vectors",
+    "forget_bias",
+    "refine_bias",
+    "reset",
+    "downsize",
+    "tmax",
+    "s_update",
+    "lambda_",
+)
+
+
+def _fill(cls: Any, settings: Mapping[str, Any]) -> Any:
+    return cls(**{field.name: settings[field.name] for field in dataclasses.fields(cls)})

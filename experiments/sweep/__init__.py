@@ -1,0 +1,1 @@
+"""Train a grid of runs from a file: ``python -m experiments.sweep FILE``."""

@@ -1,0 +1,156 @@
+"""What a sweep's file asks for: every combination of the values of its grid.
+
+::
+
+    binary = "adding"
+
+    [settings]                      # flags of every run
+    protocol = "gato"
+    hidden_size = 128
+
+    [grid]                          # each combination of these is a run
+    cell = ["gato", "lstm", "gru"]
+    halve_every = [0, 10000]
+    seed = [0, 1, 2]
+    learning_rate = [1e-3, 4e-3]    # the best one is chosen, by validation where there is one
+
+``[[also]]`` tables with settings and grids of their own, ``[also.grid]``, add runs to those of the
+grid; a setting there takes the place of one of ``[settings]``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.catalog import EXPERIMENTS
+from experiments.command import flags
+from experiments.settings.config import Config
+from experiments.settings.errors import UserError
+from experiments.settings.resolver import Experiment, resolve
+
+Flags = Mapping[str, Any]
+
+_SWEPT = ("seed", "learning_rate")  # they make no row of their own in the report
+
+
+class Run(NamedTuple):
+    """A run of a sweep.
+
+    Attributes:
+      experiment: what it trains.
+      flags: its command line, by name.
+      config: what these mean.
+      workdir: where it goes.
+    """
+
+    experiment: Experiment
+    flags: Flags
+    config: Config
+    workdir: Path
+
+    @property
+    def command(self) -> list[str]:
+        """The command line of its process."""
+        texts = [f"--{name}={_text(value)}" for name, value in self.flags.items()]
+        module = f"experiments.{self.experiment.name}"
+        return [sys.executable, "-m", module, *texts, f"--workdir={self.workdir}"]
+
+    @property
+    def line(self) -> str:
+        """The command line for a person."""
+        return shlex.join(["python", *self.command[1:]])
+
+    @property
+    def row(self) -> tuple[tuple[str, str], ...]:
+        """The flags that it shares with the other seeds and rates of its row."""
+        return tuple((n, _text(value)) for n, value in self.flags.items() if n not in _SWEPT)
+
+
+def read(path: Path, directory: Path) -> list[Run]:
+    """The runs that a file asks for, each checked.
+
+    Args:
+      path: of the file.
+      directory: where the runs go, each in a folder of its flags' digest.
+
+    Raises:
+      UserError: if the file cannot be read, or one of its runs cannot be.
+    """
+    try:
+        content = tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not TOML: {error}.") from None
+    _check_names(path, content, {"binary", "settings", "grid", "also"})
+    by_name = {one.name: one for one in EXPERIMENTS if not one.study}
+    binary = content.get("binary")
+    if binary not in by_name:
+        raise UserError(f'{path}: binary = "..." must be one of {", ".join(by_name)}.')
+    runs = [
+        _run(path, by_name[binary], combination, directory)
+        for combination in _combinations(path, content)
+    ]
+    twice = [run for run in runs if [other.workdir for other in runs].count(run.workdir) > 1]
+    if twice:
+        raise UserError(f"{path} asks twice for the same run: {twice[0].line}.")
+    return runs
+
+
+def _combinations(path: Path, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    shared = _table(path, "settings", content.get("settings", {}))
+    grids: list[tuple[Flags, Any]] = [({}, content["grid"])] if "grid" in content else []
+    for also in content.get("also", []):
+        more = dict(_table(path, "also", also))
+        grid = more.pop("grid", {})
+        grids.append((more, grid))
+    if not grids:
+        raise UserError(f"{path} has no [grid].")
+    for own, grid in grids:
+        for name, values in _table(path, "grid", grid).items():
+            if not isinstance(values, list) or not values:
+                raise UserError(f"{path}: {name} in the grid must be a list of values.")
+        for values in itertools.product(*grid.values()):
+            yield {**shared, **own, **dict(zip(grid, values, strict=True))}
+
+
+def _table(path: Path, name: str, content: Any) -> Mapping[str, Any]:
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: {name} must be a table.")
+    return content
+
+
+def _check_names(path: Path, content: Mapping[str, Any], known: set[str]) -> None:
+    for name in content:
+        if name not in known:
+            raise UserError(f"{path}: there is no {name!r}; known: {', '.join(sorted(known))}.")
+
+
+def _run(path: Path, experiment: Experiment, given: Flags, directory: Path) -> Run:
+    texts = [f"--{name}={_text(value)}" for name, value in given.items()]
+    try:
+        parsed = flags.parse(
+            ["sweep", *texts], lambda values: flags.define_experiment(experiment, values)
+        )
+        wanted = flags.wanted(experiment, parsed)
+        if wanted.workdir or wanted.describe:
+            raise UserError("--workdir and --describe are not for a sweep.")
+        if any(name in given for name in flags.OF_PROCESSES):
+            raise UserError("a run of a sweep is one process.")
+        config = resolve(experiment, wanted.protocol, wanted.settings)
+    except (UserError, flags.flags.Error) as error:
+        raise UserError(f"{path}: {' '.join(texts)}: {error}") from None
+    label = f"{config.model.cell.replace(':', '.')}-{config.protocol}-{config.hash()}"
+    return Run(experiment, dict(given), config, directory / label)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(_text, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,376 @@
+"""The compiled functions of a config: initial state, steps and scores, of all lanes, on all
+devices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.machine import memory
+from experiments.machine.mesh import DeviceMesh, Rows, check_axes, later, map_axes
+from experiments.settings.cells import build_cell
+from experiments.settings.config import Config
+from experiments.settings.errors import UserError
+from experiments.training.evaluate import Evaluation, Pause, Scores
+from experiments.training.feed import CHUNK, Feed
+from experiments.training.lanes import Lanes
+from experiments.training.models import fresh_carry, recurrent_layers
+from experiments.training.optimizers import Halving
+from experiments.training.state import Best, Lane, Purpose, State, key_of
+from experiments.training.task import Resident, Task
+from experiments.training.update import Update, policy
+from recurrent_gates import Cell, count_parameters
+
+
+def _none() -> None:
+    """No pause."""
+
+
+class Learner:
+    """The jitted functions of a config.
+
+    Until ``prepare`` only shapes are known, and nothing is computed.
+
+    Attributes:
+      task: what is trained.
+      mesh: the devices.
+      lanes: the seeds and rates.
+      watched: the name of the set that is evaluated during training.
+      reported: the name of the set that the result is of.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.task: Task = config.task
+        cell = build_cell(config.model)
+        self._module = self.task.module(recurrent_layers(cell, config.model), config.model)
+        self._fresh = functools.partial(fresh_carry, self._module.recurrent)
+        training = config.training
+        self.mesh = DeviceMesh(training.batch_size)
+        self._shapes = self.task.shapes(training.batch_size)
+        self._update = Update(config, self.task, self._module, self.mesh)
+        self._state_shapes = jax.eval_shape(self._initial, Lane(*_LANE))
+        self._window_shapes = jax.eval_shape(self._window, Lane(*_LANE))
+        self._check_memory()
+        self.lanes = Lanes(training.lanes, self.mesh.platform)
+
+        self._data: Any = None
+        self._placed = False
+        self._feed: Feed | None = None
+        sets = self.task.held_out(self._shapes, self.mesh.size)
+        self.watched = "validation" if "validation" in sets else "held_out"
+        self.reported = "test" if "test" in sets else self.watched
+        self._evaluations = {
+            name: Evaluation(config, self.task, self._module, self.mesh, self.lanes, name, one)
+            for name, one in sets.items()
+        }
+        stream = self.lanes.axes(self.task.stream_axes)
+        # Every device has all of a state but for the rows of its stream.
+        self.state_axes: Any = State(*(None,) * len(State._fields))._replace(stream=stream)  # type: ignore[arg-type]
+        windows = self.lanes.axes(later(self.task.axes))
+        # One compilation serves every number of steps, seed and rate: all of them are arguments.
+        self._advance_jit = {
+            streamed: jax.jit(
+                self.mesh.everywhere(
+                    self.lanes.over(self._update.steps, shared=3),
+                    (self.state_axes, None, windows if streamed else None, None, None, None),
+                    self.state_axes,
+                ),
+                donate_argnums=0,
+            )
+            for streamed in (False, True)
+        }
+        self._start_jit = jax.jit(
+            self.mesh.everywhere(self.lanes.over(self._start, shared=1), (None, None), stream)
+        )
+        self._settle_jit = jax.jit(self.lanes.over(self._settle))
+        self._advance_compiled: Callable[..., State] | None = None
+
+    @property
+    def cell(self) -> Cell:
+        """The cell of the only recurrent layer, unbound.
+
+        Raises:
+          UserError: if there are several layers.
+        """
+        layers = self._module.recurrent
+        if not hasattr(layers, "cell"):
+            raise UserError("this looks at one recurrent layer, and the run has several.")
+        cell = layers.cell
+        assert isinstance(cell, Cell)
+        return cell
+
+    def encoded(self, params: Any, inputs: jax.Array) -> jax.Array:
+        """What the first recurrent layer reads, of a ``SequenceModel``.
+
+        Args:
+          params: of one lane.
+          inputs: ``[T, B, ...]``.
+
+        Returns:
+          ``[T, B, D]``.
+        """
+        features = self._module.apply(
+            {"params": params}, inputs, method=lambda module, inputs: module.encoder(inputs)
+        )
+        assert isinstance(features, jax.Array)
+        return features
+
+    # What the driver calls.
+
+    def place(self, state: State) -> State:
+        """A state that the host has, on the devices."""
+        return self.mesh.place(state, self.state_axes)
+
+    def shapes(self) -> State:
+        """The state's shapes and dtypes, without computing anything."""
+        return jax.eval_shape(self.lanes.stack, [self._state_shapes for _ in self.lanes.each])
+
+    def initial(self) -> State:
+        """The state before the first step, after ``load``."""
+        init = jax.jit(self._drawn)  # lane by lane: a lane alone starts with the same bits
+        state = self.mesh.place(self.lanes.stack([init(lane) for lane in self.lanes.each]))
+        return state._replace(
+            stream=self._start_jit(self.mesh.place(self.lanes.together), self._resident)
+        )
+
+    def parameter_counts(self) -> dict[str, int]:
+        """``{"recurrent_parameters", "total_parameters"}`` of one lane."""
+        params = jax.eval_shape(self._drawn, self.lanes.each[0]).params
+        return {
+            "recurrent_parameters": count_parameters(params["recurrent"]),
+            "total_parameters": count_parameters(params),
+        }
+
+    def check(self) -> None:
+        """Reads the task's files, if it has any, and traces a step, without compiling.
+
+        Raises:
+          UserError: if files are missing or damaged, or the chosen backend cannot serve the model.
+        """
+        self._read()
+        task, rows = self.task, self._batch_size
+        check_axes(f"the axes of {task.name}", self._window_shapes, task.axes, rows)
+        stream = self._state_shapes.stream
+        check_axes(f"the stream axes of {task.name}", stream, task.stream_axes, rows)
+        try:
+            self._advance_jit[self._streamed].trace(*self._advance_shapes())
+        except ValueError as error:
+            if self._config.model.backend in ("auto", "scan"):
+                raise
+            raise UserError(f"--backend={self._config.model.backend}: {error}") from error
+
+    def load(self) -> None:
+        """Loads the data: after this, states can be scored."""
+        data = self._read()
+        if isinstance(data, Resident) and not self._placed:
+            self._data, self._placed = Resident(self.mesh.place(data.arrays)), True
+
+    def prepare(self) -> None:
+        """Loads the data and compiles ``advance``."""
+        self.load()
+        lowered = self._advance_jit[self._streamed].lower(*self._advance_shapes())
+        self._advance_compiled = lowered.compile()
+
+    def advance(self, state: State, start: int, stop: int) -> State:
+        """Steps ``start`` to ``stop - 1``. The state passed in is used up."""
+        assert self._advance_compiled is not None, "prepare first"
+        while self._streamed and start < stop:
+            middle = min(stop, start + CHUNK)
+            state = self._advance_compiled(*self._advance_arguments(state, start, middle))
+            start = middle
+        if start < stop:
+            state = self._advance_compiled(*self._advance_arguments(state, start, stop))
+        return jax.block_until_ready(state)
+
+    def evaluate(self, state: State, pause: Pause = _none) -> tuple[State, Scores]:
+        """Scores of the current parameters on the watched set.
+
+        Args:
+          state: it stays as it is.
+          pause: called now and then; what it raises ends the evaluation.
+
+        Returns:
+          The state, its training loss started anew and its best parameters brought up to
+          date; the scores, each ``[]`` or ``[lanes]``.
+        """
+        scores = self._evaluations[self.watched].scores(state.params, self._data, pause)
+        placed = self.mesh.place(scores)
+        settled = self.mesh.place(self._settle_jit(state._replace(stream=()), placed))
+        return settled._replace(stream=state.stream), scores
+
+    def final_scores(self, state: State, pause: Pause = _none) -> Scores:
+        """Scores of the parameters to report on the set to report; for ``pause`` see above."""
+        params = state.params if state.best is None else state.best.params
+        return self._evaluations[self.reported].scores(params, self._data, pause)
+
+    def stopped(self, state: State) -> np.ndarray:
+        """Which lanes have nothing more to learn, bool ``[lanes]``."""
+        diverged_at = np.atleast_1d(self.mesh.fetch(state.diverged_at))
+        stopped = diverged_at >= 0
+        if self._config.training.patience and state.best is not None:
+            stale = np.atleast_1d(self.mesh.fetch(state.best.stale))
+            stopped |= stale >= self._config.training.patience
+        return stopped
+
+    def close(self) -> None:
+        """Ends the threads that read ahead."""
+        if self._feed is not None:
+            self._feed.close()
+
+    @property
+    def data(self) -> Any:
+        """The resident arrays, after ``load``."""
+        return self._resident
+
+    # Data.
+
+    @property
+    def _batch_size(self) -> int:
+        return self._config.training.batch_size
+
+    @property
+    def _streamed(self) -> bool:
+        return not isinstance(self._data, Resident)
+
+    @property
+    def _resident(self) -> Any:
+        return self._data.arrays if isinstance(self._data, Resident) else None
+
+    def _read(self) -> Any:
+        """The task's data, read once."""
+        if self._data is None:
+            self._data = self.task.data()
+            if self._streamed:
+                self._feed = Feed(
+                    self._data,
+                    [seed for seed, _ in self._config.training.lanes],
+                    self.mesh.own_rows(self._batch_size),
+                    self._config.training.steps,
+                )
+        return self._data
+
+    def _advance_arguments(self, state: State, start: int, stop: int) -> tuple[Any, ...]:
+        place = self.mesh.place
+        windows = None
+        if self._feed is not None:
+            read = self._feed.take(start, stop)
+            stacked = read if self.lanes.several else jax.tree.map(lambda leaf: leaf[0], read)
+            windows = self.mesh.place_own(stacked, self.lanes.axes(later(self.task.axes)))
+        numbers = place((self.lanes.together, np.int32(start), np.int32(stop)))
+        return (state, numbers[0], windows, self._resident, *numbers[1:])
+
+    def _advance_shapes(self) -> tuple[Any, ...]:
+        """The arguments of ``advance``: shapes, but for numbers and resident data."""
+        windows = None
+        if self._feed is not None:
+            windows = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct((CHUNK, *leaf.shape), leaf.dtype), self._shapes
+            )
+            windows = jax.eval_shape(self.lanes.stack, [windows for _ in self.lanes.each])
+        numbers = self.mesh.place((self.lanes.together, np.int32(0), np.int32(1)))
+        return (self.shapes(), numbers[0], windows, self._resident, *numbers[1:])
+
+    # One lane.
+
+    def _drawn(self, lane: Lane) -> State:
+        """The state without a stream."""
+        key = key_of(lane, Purpose.PARAMETERS)
+        params = self.task.initial(self._module.init(key, *self.task.example())["params"])
+        training, model = self._config.training, self._config.model
+        dtype = jnp.float64 if model.dtype == "float64" else jnp.float32
+        if dtype == jnp.float64:
+            params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        worst = jnp.float32(-jnp.inf)
+        return State(
+            params=params,
+            optimizer=self._update.masked(params).init(params),
+            stream=(),
+            loss_total=dtype(0),
+            loss_weight=jnp.float32(0),
+            diverged_at=jnp.int32(-1),
+            halving=Halving.initial() if training.halve_every else None,
+            best=Best(params, worst, jnp.int32(0)) if training.reports_best else None,
+        )
+
+    def _initial(self, lane: Lane) -> State:
+        """The whole state, for its shapes: a stream's are those of all rows."""
+        rows = Rows(0, self._batch_size, self._batch_size)
+        key = key_of(lane, Purpose.STREAM)
+        stream = self.task.start(self._fresh, self._shapes_as_data(), key, rows)
+        return self._drawn(lane)._replace(stream=stream)
+
+    def _start(self, lane: Lane, data: Any) -> Any:
+        key = key_of(lane, Purpose.STREAM)
+        return self.task.start(self._fresh, data, key, self.mesh.rows(self._batch_size))
+
+    def _window(self, lane: Lane) -> Any:
+        """The window of all rows, for its shapes."""
+        rows = Rows(0, self._batch_size, self._batch_size)
+        state = self._initial(lane)
+        apply = policy(self._module, self._config, rows)
+
+        def act(*args: Any, **kwargs: Any) -> Any:
+            return apply(state.params, *args, **kwargs)
+
+        data = self._shapes_as_data()
+        key = key_of(lane, Purpose.DATA)
+        return self.task.draw(act, data, state.stream, key, jnp.int32(0), rows)[0]
+
+    def _shapes_as_data(self) -> Any:
+        """Arrays of the data's shapes, inside of ``eval_shape``."""
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._shapes)
+
+    def _settle(self, state: State, scores: dict[str, jax.Array]) -> State:
+        best = state.best
+        if best is not None:
+            metric = self.task.metrics[0]
+            value = scores[metric.name] if metric.higher_is_better else -scores[metric.name]
+            patience = self._config.training.patience
+            running = (best.stale < patience) if patience else jnp.bool_(True)
+            better = running & (state.diverged_at < 0) & (value > best.value)
+            best = Best(
+                params=jax.tree.map(
+                    lambda new, old: jnp.where(better, new, old), state.params, best.params
+                ),
+                value=jnp.where(better, value, best.value),
+                stale=jnp.where(better, 0, best.stale + 1),
+            )
+        return state._replace(
+            loss_total=jnp.zeros_like(state.loss_total),
+            loss_weight=jnp.zeros_like(state.loss_weight),
+            best=best,
+        )
+
+    def _check_memory(self) -> None:
+        """Refuses what cannot fit, from shapes alone: nothing has been allocated.
+
+        Counted are parameters, the optimiser's state, resident data, the window and the state at
+        each of its steps, of which training keeps more than one; so what is refused is too much.
+        """
+        training, model = self._config.training, self._config.model
+        lanes = training.seeds * len(training.learning_rates)
+        window = self._window_shapes
+        lengths = map_axes(_steps, self.task.axes, window)
+        steps = max(jax.tree.leaves(lengths), default=1)
+        kept = 4 * steps * training.batch_size * model.hidden_size * model.layers
+        needed = {
+            "the parameters and the optimiser's state": lanes * memory.bytes_of(self._state_shapes),
+            "the data": memory.bytes_of(self._shapes),
+            "a batch and the states at its steps": memory.bytes_of(window) + kept // self.mesh.size,
+        }
+        memory.check(needed, self.mesh.platform, "--batch_size, --length, --hidden_size or --seeds")
+
+
+_LANE: Any = (jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32))
+
+
+def _steps(axis: int | None, leaf: Any) -> int:
+    """The length of the first axis that is not the batch's."""
+    others = [length for at, length in enumerate(leaf.shape) if at != axis]
+    return others[0] if others else 1

@@ -1,0 +1,259 @@
+"""The model around a cell: encoder, recurrent layer, decoder; torch's defaults outside the cell."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from experiments.machine.mesh import Rows, probed_axes
+from experiments.settings.model import ModelSettings
+from recurrent_gates import RNN, Cell, Stack, draw_noise
+from recurrent_gates.initializers import torch_embedding, torch_linear_bias, torch_linear_kernel
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """x in float32, or in float64 where it is that already."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+class TokenEncoder(nn.Module):
+    """Integer tokens ``[...]`` -> float32 features ``[..., D]``.
+
+    Attributes:
+      inputs: ``"embed"``, ``"one_hot"`` or ``"scalar"``: the number itself, D = 1.
+      vocabulary: how many different tokens there are.
+      width: D of an embedding.
+    """
+
+    inputs: str
+    vocabulary: int
+    width: int
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        if self.inputs == "embed":
+            embed = nn.Embed(self.vocabulary, self.width, embedding_init=torch_embedding)
+            return embed(tokens)
+        if self.inputs == "one_hot":
+            return jax.nn.one_hot(tokens, self.vocabulary, dtype=jnp.float32)
+        return tokens[..., None].astype(jnp.float32)
+
+
+class Decoder(nn.Module):
+    """Linear layers with ReLU between them, ``[..., F]`` -> ``[..., widths[-1]]``, float32 at
+    least.
+
+    Masks, if given, are factors on the hidden layers; see ``dropout_masks``.
+    """
+
+    widths: Sequence[int]
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *masks: jax.Array) -> jax.Array:
+        x = wide(x)
+        for index, width in enumerate(self.widths):
+            if index:
+                x = nn.relu(x)
+                x = x * masks[index - 1] if masks else x
+            x = nn.Dense(
+                width,
+                kernel_init=torch_linear_kernel,
+                bias_init=torch_linear_bias(x.shape[-1]),
+            )(x)
+        return x
+
+
+def dropout_masks(
+    key: jax.Array, rate: float, widths: Sequence[int], size: int
+) -> tuple[jax.Array, ...]:
+    """Factors on hidden layers, zero with probability ``rate`` and else such that their mean is 1.
+
+    Args:
+      key: a PRNG key.
+      rate: probability of dropping a unit; 0: no masks.
+      widths: of the hidden layers.
+      size: examples; each has its own mask, the same at every step.
+
+    Returns:
+      One array float32 ``[1, size, width]`` for each hidden layer, or none.
+    """
+    if not rate:
+        return ()
+    keys = jax.random.split(key, max(1, len(widths)))
+    kept = [
+        jax.random.bernoulli(key, 1 - rate, (1, size, width))
+        for key, width in zip(keys, widths, strict=False)
+    ]
+    return tuple(mask.astype(jnp.float32) / jnp.float32(1 - rate) for mask in kept)
+
+
+_ONE_ROW = Rows(0, 1, 1)
+_LAYERS = 0x1A7E5  # folded into the key of dropout for the masks between layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """What acts on the model in one pass besides parameters and inputs.
+
+    Random factors are drawn for the whole batch and cut, so that they are the same on any number
+    of devices.
+
+    Attributes:
+      carry_fns: what happens to the carry around each step.
+      rows: this device's rows of the batch.
+      noise_key: of the carry functions; None: at evaluation, where they act in their mean form.
+      dropout_key: of dropout; None: none is dropped.
+      dropout: probability of dropping a hidden unit of the decoder.
+      layer_dropout: probability of dropping an output of a recurrent layer below the last.
+    """
+
+    carry_fns: tuple[Any, ...] = ()
+    rows: Rows = _ONE_ROW
+    noise_key: jax.Array | None = None
+    dropout_key: jax.Array | None = None
+    dropout: float = 0.0
+    layer_dropout: float = 0.0
+
+    def noise(self, steps: int) -> Any:
+        """The draws of the carry functions for so many steps; None at evaluation."""
+        return None if self.noise_key is None else self._drawn(self.noise_key, steps)
+
+    def noise_of_layers(self, steps: int, layers: int) -> Any:
+        """The same for each layer of a stack, which draw for themselves."""
+        if self.noise_key is None:
+            return None
+        return [
+            self._drawn(jax.random.fold_in(self.noise_key, layer), steps) for layer in range(layers)
+        ]
+
+    def _drawn(self, key: jax.Array, steps: int) -> Any:
+        def draw(size: int) -> Any:
+            return draw_noise(self.carry_fns, key, steps, (size,))
+
+        axes = probed_axes(lambda size: jax.eval_shape(lambda: draw(size)), self.rows.total)
+        return self.rows.of(draw(self.rows.total), axes)
+
+    def masks(self, widths: Sequence[int]) -> tuple[jax.Array, ...]:
+        """Factors on the decoder's hidden layers of these widths, one or none for each."""
+        if self.dropout_key is None:
+            return ()
+        masks = dropout_masks(self.dropout_key, self.dropout, widths, self.rows.total)
+        return self.rows.of(masks, 1)
+
+    def layer_masks(self, steps: int, widths: Sequence[int]) -> tuple[jax.Array, ...] | None:
+        """Factors ``[steps, B, width]`` on the outputs of layers below the last; None: none."""
+        if self.dropout_key is None or not self.layer_dropout:
+            return None
+        kept = 1 - self.layer_dropout
+        masks = []
+        for layer, width in enumerate(widths):
+            key = jax.random.fold_in(jax.random.fold_in(self.dropout_key, _LAYERS), layer)
+            drawn = jax.random.bernoulli(key, kept, (steps, self.rows.total, width))
+            masks.append(drawn.astype(jnp.float32) / jnp.float32(kept))
+        return self.rows.of(tuple(masks), 1)
+
+
+def _width(cell: Cell) -> int:
+    """The width of what a cell emits; a foreign cell's is the last field of its carry."""
+    return getattr(cell, "features", 0) or cell.initial((1,))[-1].shape[-1]
+
+
+def _without_padding(
+    inputs: jax.Array,
+    valid: jax.Array | None = None,
+    seq_lengths: jax.Array | None = None,
+    resets: jax.Array | None = None,
+) -> jax.Array:
+    """Inputs ``[T, B, ...]`` with zeros in the padding: an encoder's gradient has zero times
+    what stands there, which is NaN if that is."""
+    del resets
+    if seq_lengths is not None:
+        valid = jnp.arange(len(inputs), dtype=seq_lengths.dtype)[:, None] < seq_lengths[None]
+    if valid is None:
+        return inputs
+    mask = valid.reshape(valid.shape + (1,) * (inputs.ndim - valid.ndim))
+    return jnp.where(mask, inputs, jnp.zeros_like(inputs))
+
+
+EVALUATION = Pass()
+"""Nothing acts but the carry functions that are given a mean form."""
+
+
+class SequenceModel(nn.Module):
+    """Encoder, recurrent layers, decoder.
+
+    Attributes:
+      encoder: inputs ``[T, B, ...]`` -> features ``[T, B, D]``.
+      recurrent: a time-major ``recurrent_gates.RNN`` or ``Stack``, ``[T, B, D]`` -> ``[T, B, F]``.
+      decoder: ``[..., F]`` -> outputs.
+      outputs: how many of the last steps are decoded; None: all.
+    """
+
+    encoder: nn.Module
+    recurrent: RNN | Stack
+    decoder: Decoder
+    outputs: int | None = None
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        during: Pass = EVALUATION,
+        carry: Any = None,
+        return_carry: bool = False,
+        **masks: Any,
+    ) -> Any:
+        """Outputs of the last steps.
+
+        Args:
+          inputs: ``[T, B, ...]``.
+          during: what acts on the model in this pass.
+          carry: before the first step; default: the layers' own start.
+          return_carry: return ``(carry, outputs)``.
+          **masks: ``valid`` or ``resets`` ``[T, B]``, ``seq_lengths`` ``[B]``; see
+            ``recurrent_gates.RNN``. What stands in the padding, NaN included, reaches neither
+            values nor gradients.
+
+        Returns:
+          ``[outputs, B, ...]``, with the carry after the last step if asked.
+        """
+        steps = len(inputs)
+        more: dict[str, Any] = {}
+        if isinstance(self.recurrent, Stack):
+            below = [_width(cell) for cell in self.recurrent.cells[:-1]]
+            more["noise"] = during.noise_of_layers(steps, len(self.recurrent.cells))
+            more["masks"] = during.layer_masks(steps, below)
+        else:
+            more["noise"] = during.noise(steps)
+        carry, ys = self.recurrent(
+            self.encoder(_without_padding(inputs, **masks)),
+            initial_carry=carry,
+            return_carry=True,
+            carry_fns=during.carry_fns,
+            deterministic=more["noise"] is None,
+            **more,
+            **masks,
+        )
+        last = ys if self.outputs is None else ys[-self.outputs :]
+        outputs = self.decoder(last, *during.masks(self.decoder.widths[:-1]))
+        return (carry, outputs) if return_carry else outputs
+
+
+def fresh_carry(recurrent: RNN | Stack, rows: int) -> Any:
+    """The carry of recurrent layers before the first step, leaves ``[rows, F]``."""
+    if isinstance(recurrent, Stack):
+        return tuple(cell.initial((rows,)) for cell in recurrent.cells)
+    return recurrent.cell.initial((rows,))
+
+
+def recurrent_layers(cell: Cell, model: ModelSettings) -> RNN | Stack:
+    """The time-major recurrent layers of the settings, all of the same cell."""
+    if model.layers == 1:
+        return RNN(cell, time_major=True, backend=model.backend)
+    cells = [cell.clone() for _ in range(model.layers)]  # one cell would share its parameters
+    return Stack(cells, time_major=True, backend=model.backend)

@@ -1,0 +1,223 @@
+"""One training step of one lane, and many of them in one program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+
+from experiments.machine.mesh import DeviceMesh, Rows, check_axes
+from experiments.settings.cells import field_of
+from experiments.settings.config import Config
+from experiments.training.models import Pass
+from experiments.training.optimizers import optimizer, schedule
+from experiments.training.state import Lane, Purpose, State, key_of
+from experiments.training.task import Apply, Outcome, Task
+from recurrent_gates import Damp, Detach, Zoneout, trainable_mask
+
+_DIVERGED = 1e10  # a loss from which nothing comes back; bounded cells stay finite far above it
+
+
+class Learned(NamedTuple):
+    """What an update changes: parameters and the optimiser's state."""
+
+    params: Any
+    optimizer: Any
+
+
+class Descent(NamedTuple):
+    """What an update tells: the loss over all devices and its weight, and this device's outcome."""
+
+    loss: jax.Array
+    weight: Any
+    outcome: Outcome
+
+
+Descend = Callable[[Learned, Any], tuple[Learned, Descent]]
+"""One step down the gradient of a window."""
+
+
+def carry_fns(config: Config, step: jax.Array | None) -> tuple[Any, ...]:
+    """What acts on the carry at a training step; at evaluation (None) in its mean form."""
+    carry, steps = config.carry, config.training.steps
+    field = field_of(carry.detach_state)
+    fns: list[Any] = []
+    if carry.detach_prob and step is not None:
+        p = jnp.float32(carry.detach_prob)
+        if carry.detach_off_steps:
+            p = jnp.where(step < steps - carry.detach_off_steps, p, jnp.float32(0))
+        fns.append(Detach(p, field, per_example=carry.detach_per_example))
+    if carry.damp_prob and step is not None:
+        fns.append(Damp(jnp.float32(carry.damp_prob), field))
+    for p_old, zoned in ((carry.zoneout_c, "c"), (carry.zoneout_h, "h")):
+        if p_old:
+            fns.append(Zoneout(jnp.float32(p_old), zoned))
+    return tuple(fns)
+
+
+def applied(module: nn.Module, during: Pass) -> Apply:
+    """The model with what acts on it in a pass."""
+
+    def apply(params: Any, *args: Any, **kwargs: Any) -> Any:
+        return module.apply({"params": params}, *args, during=during, **kwargs)
+
+    return apply
+
+
+def policy(module: nn.Module, config: Config, rows: Rows) -> Apply:
+    """The model as a policy and at evaluation: nothing is drawn."""
+    return applied(module, Pass(carry_fns(config, None), rows))
+
+
+class Update:
+    """The training step of a lane.
+
+    A task may bring its own update, such as several passes over one rollout: then it has
+    ``update(descend, learned, window, key) -> (learned, report)``, which takes ``descend``
+    as often as it likes.
+
+    Args:
+      config: of the run.
+      task: what is trained.
+      module: its model.
+      mesh: the devices.
+    """
+
+    def __init__(self, config: Config, task: Task, module: nn.Module, mesh: DeviceMesh) -> None:
+        self._config, self._task, self._module, self._mesh = config, task, module, mesh
+        self._optimizer = optimizer(config.training)
+        self._schedule = schedule(config.training)
+
+    def masked(self, params: Any) -> optax.GradientTransformation:
+        """The optimiser of the parameters that a task trains."""
+        mask = self._task.trainable(params)
+        return self._optimizer if mask is None else optax.masked(self._optimizer, mask)
+
+    def steps(
+        self, state: State, lane: Lane, windows: Any, data: Any, start: jax.Array, stop: jax.Array
+    ) -> State:
+        """Steps ``start`` to ``stop - 1``.
+
+        Args:
+          state: of the lane; it is used up.
+          lane: whose it is.
+          windows: what the host has read for this lane, ``[n, ...]`` from ``start`` on; or None.
+          data: resident arrays.
+          start, stop: int32.
+        """
+
+        def body(step: jax.Array, state: State) -> State:
+            at_step = data
+            if windows is not None:
+                at_step = jax.tree.map(lambda leaf: leaf[step - start], windows)
+            return self._step(state, lane, at_step, step)
+
+        return jax.lax.fori_loop(start, stop, body, state)
+
+    def _step(self, state: State, lane: Lane, data: Any, step: jax.Array) -> State:
+        training, task = self._config.training, self._task
+        rows = self._mesh.rows(training.batch_size)
+        act_pass = policy(self._module, self._config, rows)
+
+        def act(*args: Any, **kwargs: Any) -> Any:
+            return act_pass(state.params, *args, **kwargs)
+
+        key = key_of(lane, Purpose.DATA)
+        window, stream = task.draw(act, data, state.stream, key, step, rows)
+        check_axes(f"the axes of {task.name}", window, task.axes, rows.count)
+        apply = applied(self._module, self._training_pass(lane, step, rows))
+        rate, halving = lane.rate, state.halving
+        if self._schedule is not None:
+            rate = rate * self._schedule(step)
+        if halving is not None:
+            rate = rate * halving.scale
+
+        def descend(learned: Learned, window: Any) -> tuple[Learned, Descent]:
+            return self._descend(learned, apply, window, stream, rate)
+
+        learned = Learned(state.params, state.optimizer)
+        update_key = jax.random.fold_in(key_of(lane, Purpose.UPDATE), step)
+        own = getattr(task, "update", None)
+        if own is None:
+            learned, report = descend(learned, window)
+        else:
+            learned, report = own(descend, learned, window, update_key)
+        loss, weight = report.loss, report.weight
+        after = task.adapt(report.outcome.stream, loss, weight)
+        check_axes(f"the stream axes of {task.name}", after, task.stream_axes, rows.count)
+        if halving is not None:
+            halving = halving.after(
+                loss.astype(jnp.float32), step, training.batch_size, training.halve_every
+            )
+        share = weight / training.batch_size
+        first_bad = (state.diverged_at < 0) & ~(loss <= _DIVERGED)  # NaN, too
+        return state._replace(
+            params=learned.params,
+            optimizer=learned.optimizer,
+            stream=after,
+            loss_total=state.loss_total + loss * share,
+            loss_weight=state.loss_weight + share,
+            diverged_at=jnp.where(first_bad, step, state.diverged_at),
+            halving=halving,
+        )
+
+    def _training_pass(self, lane: Lane, step: jax.Array, rows: Rows) -> Pass:
+        model = self._config.model
+        drops = model.dropout or model.layer_dropout
+        return Pass(
+            carry_fns(self._config, step),
+            rows,
+            noise_key=jax.random.fold_in(key_of(lane, Purpose.NOISE), step),
+            dropout_key=jax.random.fold_in(key_of(lane, Purpose.DROPOUT), step) if drops else None,
+            dropout=model.dropout,
+            layer_dropout=model.layer_dropout,
+        )
+
+    def _descend(
+        self, learned: Learned, apply: Apply, window: Any, stream: Any, rate: jax.Array
+    ) -> tuple[Learned, Descent]:
+        trained = self._task.trainable(learned.params)
+
+        def loss_of(params: Any) -> tuple[jax.Array, tuple[Any, Outcome]]:
+            if trained is not None:
+                params = jax.tree.map(
+                    lambda p, train: p if train else jax.lax.stop_gradient(p), params, trained
+                )
+            outcome = self._task.loss(apply, params, window, stream, True)
+            mean, weight = self._mean(outcome)
+            return mean, (weight, outcome)
+
+        (loss, (weight, outcome)), gradients = jax.value_and_grad(loss_of, has_aux=True)(
+            learned.params
+        )
+        loss, gradients = self._mesh.mean((loss, gradients))
+        updates, optimizer = self.masked(learned.params).update(
+            gradients, learned.optimizer, learned.params
+        )
+        mask = trainable_mask(learned.params)
+        if trained is not None:
+            mask = jax.tree.map(lambda own, free: own and free, trained, mask)
+        params = jax.tree.map(
+            lambda p, u, trainable: p - rate * u if trainable else p, learned.params, updates, mask
+        )
+        return Learned(params, optimizer), Descent(loss, weight, outcome)
+
+    def _mean(self, outcome: Outcome) -> tuple[jax.Array, Any]:
+        """What to average over devices so that totals are divided by the weight of all of them,
+        and that weight.
+
+        A weight that is a plain number is the same on every device: then it is the local mean.
+        """
+        total, weight = outcome.loss
+        if isinstance(weight, int | float):
+            return total / np.asarray(weight, total.dtype), float(weight * self._mesh.size)
+        everywhere = self._mesh.sum(weight).astype(total.dtype)
+        return total * (self._mesh.size / jnp.maximum(everywhere, _SMALL)), everywhere
+
+
+_SMALL = 1e-20  # a window of padding alone has no loss

@@ -1,0 +1,109 @@
+"""Copy after longer delays than in training: ``python -m experiments.transfer_copy``.
+
+Trains with and without h-detach, or takes ``--copy_workdir=DIR[,DIR...]`` of finished runs of
+``experiments.copy``, and evaluates at several delays (h-detach, 3.2).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from experiments.command.main import experiment_main
+from experiments.settings.errors import UserError
+from experiments.transfer_copy.settings import TRANSFER_COPY
+
+if TYPE_CHECKING:
+    from absl.flags import FlagValues
+
+DETACH_PROBS = {"hdetach": (0.0, 0.25, 0.5), "small": (0.0, 0.25)}  # h-detach, Table 1
+_OF_EVALUATION = ("copy_workdir", "delays", "workdir")
+
+
+def define(values: FlagValues) -> None:
+    """Defines the flags that only this binary has."""
+    from experiments.command import flags
+
+    flags.one_process(values)
+
+    def add(name: str, meaning: str, kind: type = str) -> None:
+        flags.add(values, name, meaning, kind, several=True)
+
+    add("copy_workdir", "finished copy runs to evaluate, with commas; trains nothing")
+    add("delays", "delays to evaluate; default: 2, 4, 5, 10, 20 and 50 times training's", int)
+    add("detach_probs", "several with commas, instead of --detach_prob; each is a run", float)
+
+
+def begin(given: dict[str, Any]) -> None:
+    """Trains or reads the runs and evaluates them, or describes what would be trained.
+
+    Raises:
+      UserError: if a wish cannot be met.
+    """
+    from experiments.command import flags
+
+    if "delays" in given:
+        flags.distinct("delays", given["delays"])
+    if "copy_workdir" in given:
+        _evaluate(given)
+    else:
+        _train(given)
+
+
+def _evaluate(given: dict[str, Any]) -> None:
+    from experiments.command import flags, runs
+    from experiments.transfer_copy import study
+
+    for name in given:
+        if name not in _OF_EVALUATION:
+            raise UserError(f"--{name} is for training: --copy_workdir trains nothing.")
+    workdirs = [Path(workdir) for workdir in given["copy_workdir"]]
+    flags.distinct("copy_workdir", [workdir.resolve() for workdir in workdirs])
+    delays = given.get("delays", ())
+    finished = study.finished_runs(workdirs)
+    configs = [one.config for one in finished.values()]
+    study.check(configs, delays)
+    default = runs.directory(TRANSFER_COPY.name, "finished", configs)
+    study.evaluate(finished, delays, Path(given.get("workdir", default)))
+
+
+def _train(given: dict[str, Any]) -> None:
+    from experiments.command import flags, runs
+    from experiments.settings.resolver import resolve
+    from experiments.transfer_copy import study
+
+    wanted = flags.wanted(TRANSFER_COPY, given)
+    settings = wanted.settings
+    delays = settings.pop("delays", ())
+    flags.exclude(settings, "detach_prob", "detach_probs")
+    probs = settings.pop("detach_probs", DETACH_PROBS[wanted.protocol])
+    if "detach_prob" in settings:
+        probs = (settings["detach_prob"],)
+    flags.distinct("detach_probs", probs)
+    configs = {
+        f"detach-{repr(prob).removesuffix('.0')}": resolve(
+            TRANSFER_COPY, wanted.protocol, _settings(settings, prob, probs)
+        )
+        for prob in probs
+    }
+    study.check(list(configs.values()), delays)
+    if wanted.describe:
+        print(runs.describe(TRANSFER_COPY, configs))
+        return
+    default = runs.directory(TRANSFER_COPY.name, wanted.protocol, list(configs.values()))
+    study.run(configs, delays, Path(wanted.workdir or default), wanted.profile)
+
+
+def _settings(settings: dict[str, Any], prob: float, probs: tuple[float, ...]) -> dict[str, Any]:
+    """Those of the run with one of the probabilities of detaching: a run that does not detach
+    does without those that say how the others do."""
+    only_others: tuple[str, ...] = ()
+    if not prob and any(probs):
+        only_others = ("detach_per_example", "detach_off_steps")
+        only_others += () if settings.get("damp_prob") else ("detach_state",)
+    own = {name: value for name, value in settings.items() if name not in only_others}
+    return {**own, "detach_prob": prob}
+
+
+if __name__ == "__main__":
+    experiment_main(TRANSFER_COPY, define, begin)

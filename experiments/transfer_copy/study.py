@@ -1,0 +1,191 @@
+"""Accuracy of finished copy runs at delays that they were not trained at (h-detach, Table 1)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.command import runs, tables
+from experiments.command.runs import Finished
+from experiments.copy.settings import COPY
+from experiments.records.reporting import say
+from experiments.settings.config import Config
+from experiments.settings.errors import UserError
+from experiments.training.learner import Learner
+from experiments.transfer_copy import figure
+
+_REPORTS = ("transfer.*", "figures")
+FACTORS = (2, 4, 5, 10, 20, 50)  # h-detach: trained at 100, evaluated at 200 ... 5000
+
+
+def finished_runs(workdirs: Sequence[Path]) -> dict[str, Finished]:
+    """Finished copy runs by label: the cell and its detaching, and the workdir if need be.
+
+    Raises:
+      UserError: if a workdir has no finished copy run.
+    """
+    finished = [runs.finished(workdir, [COPY]) for workdir in workdirs]
+    labels = [_label(one.config) for one in finished]
+    return {
+        label if labels.count(label) == 1 else f"{label} ({workdir})": one
+        for label, workdir, one in zip(labels, workdirs, finished, strict=True)
+    }
+
+
+def _label(config: Config) -> str:
+    carry = config.carry
+    parts = [config.model.cell]
+    parts += [f"detach {carry.detach_prob:g}"] if carry.detach_prob else []
+    parts += [f"damp {carry.damp_prob:g}"] if carry.damp_prob else []
+    return " ".join(parts)
+
+
+def check(configs: Sequence[Config], delays: Sequence[int]) -> None:
+    """Refuses runs and delays that cannot be, before anything is trained.
+
+    Args:
+      configs: of copy runs.
+      delays: at evaluation; see ``evaluate``.
+
+    Raises:
+      UserError: if a delay is out of range, or needs more memory than there is.
+    """
+    wanted = _delays(configs, delays)
+    dataclasses.replace(COPY.known()["length"], name="delays", several=True).check(wanted)
+    for config in configs:
+        Learner(config)
+        try:
+            Learner(_at_delay(config, wanted[-1]))
+        except UserError as error:
+            raise UserError(f"--delays={wanted[-1]}: {error}") from None
+
+
+def _delays(configs: Sequence[Config], delays: Sequence[int]) -> tuple[int, ...]:
+    """Those of evaluation, from the shortest to the longest."""
+    longer = delays or [configs[0].task.length * factor for factor in FACTORS]
+    return tuple(sorted({*longer, *(config.task.length for config in configs)}))
+
+
+def _at_delay(config: Config, delay: int) -> Config:
+    task = dataclasses.replace(config.task, length=delay, loss_on="copied")
+    return dataclasses.replace(config, task=task)
+
+
+def run(
+    configs: Mapping[str, Config], delays: Sequence[int], directory: Path, profile: int = 0
+) -> dict[str, Any] | None:
+    """Trains what is not trained yet, then evaluates it.
+
+    Args:
+      configs: of copy runs by label.
+      delays: at evaluation; see ``evaluate``.
+      directory: where the runs and the results go.
+      profile: so many steps of each run are traced; 0: none.
+
+    Returns:
+      As ``evaluate`` does; None if a run was asked to stop.
+
+    Raises:
+      UserError: if a config or the directory cannot be.
+    """
+    tables.claim(directory, (*configs, *_REPORTS))
+    trained = runs.train_all(configs, COPY, directory, profile)
+    return None if trained is None else evaluate(trained, delays, directory)
+
+
+def evaluate(
+    finished: Mapping[str, Finished], delays: Sequence[int], directory: Path
+) -> dict[str, Any]:
+    """Evaluates runs at delays.
+
+    Leaves ``transfer.json``, ``transfer.md`` and ``figures/transfer.png``.
+
+    Args:
+      finished: copy runs by label.
+      delays: at evaluation, besides that of training; empty: ``FACTORS`` times the first's.
+      directory: where the results go.
+
+    Returns:
+      What ``transfer.json`` holds: for each label, and each learning rate if a run has several,
+      the delay of training, the lanes (seed, rate) and ``{delay: [accuracy of each lane, None if
+      it diverged]}``.
+
+    Raises:
+      UserError: if the directory cannot be made.
+    """
+    tables.claim(directory, _REPORTS)
+    configs = [one.config for one in finished.values()]
+    wanted = _delays(configs, delays)
+    results: dict[str, Any] = {}
+    for label, one in finished.items():
+        lanes_by_label = runs.by_rate(label, one.config)
+        for name, lanes in lanes_by_label.items():
+            results[name] = {
+                "trained_at": one.config.task.length,
+                "lanes": one.config.training.lanes[lanes],
+                "accuracy": {},
+            }
+        for delay in wanted:
+            accuracy = accuracies(one, delay)
+            for name, lanes in lanes_by_label.items():
+                results[name]["accuracy"][str(delay)] = accuracy[lanes]
+                say(f"{name}, delay {delay}: accuracy {_percent(accuracy[lanes])}")
+    tables.write(directory / "transfer.json", json.dumps(results, indent=2) + "\n")
+    table = markdown(results)
+    tables.write(directory / "transfer.md", table + "\n")
+    say(f"\n{table}\n")
+    figure.draw(
+        {
+            label: np.array(list(result["accuracy"].values()), float)
+            for label, result in results.items()
+        },
+        wanted,
+        {config.task.length for config in configs},
+        1 / configs[0].task.symbols,
+        directory / "figures" / "transfer.png",
+        say,
+    )
+    return results
+
+
+def accuracies(finished: Finished, delay: int) -> list[float | None]:
+    """Accuracy of each lane on the copied tokens of the held-out sequences; None: diverged.
+
+    No training sequence has the tokens of a held-out one.
+    """
+    learner = Learner(_at_delay(finished.config, delay))
+    learner.load()
+    scores = np.atleast_1d(learner.final_scores(finished.state)["accuracy"])
+    return [
+        None if diverged else float(score)
+        for score, diverged in zip(scores, finished.diverged, strict=True)
+    ]
+
+
+def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table, accuracy in percent: a row for each delay, a column for each run."""
+    delays = next(iter(results.values()))["accuracy"]
+    rows = [
+        [delay, *(_percent(result["accuracy"][delay]) for result in results.values())]
+        for delay in delays
+    ]
+    return tables.markdown(["delay", *results], rows)
+
+
+def _percent(values: Sequence[float | None]) -> str:
+    """A number, or mean and range. A lane that diverged is an asterisk, and no accuracy at all:
+    so are a mean and a minimum with it."""
+    accuracies = [-math.inf if value is None else 100 * value for value in values]
+    mean = sum(accuracies) / len(accuracies)
+    shown = [
+        f"{value:.2f}" if math.isfinite(value) else "-"
+        for value in (mean, min(accuracies), max(accuracies))
+    ]
+    text = "{} [{}, {}]".format(*shown) if len(accuracies) > 1 else shown[0]
+    return text + "*" * list(values).count(None)

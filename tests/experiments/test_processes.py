@@ -1,0 +1,206 @@
+"""Several processes that train together, over loopback: two of four devices each."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+
+import numpy as np
+import pytest
+
+from experiments.machine import processes
+from experiments.settings.errors import UserError
+from tests.experiments.support import ROOT, assert_same_bits, command, environment, leaves, tiny
+
+GONE = (
+    "experiments.streaming: another process of this run has ended, or cannot be reached; the same "
+    "commands together go on from the last checkpoint, and TF_CPP_MIN_LOG_LEVEL=0 shows what XLA "
+    "knows.\n"
+)
+SECONDS = 60  # in which the others must notice that one is dead
+
+
+def start(*flags, devices=8, **variables):
+    """A process of the tiny experiment."""
+    own = {
+        "JAX_ENABLE_X64": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "4",  # a binary that has imported JAX already cannot say so itself
+        **variables,
+    }
+    return subprocess.Popen(
+        command(*flags, module="tests.experiments.streaming"),
+        cwd=ROOT,
+        env=environment(devices) | own,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def pair(*flags, **variables):
+    """Two processes to their ends: each one's exit code, standard output and standard error."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    started = [
+        start(
+            *flags,
+            f"--coordinator_address=localhost:{port}",
+            "--num_processes=2",
+            f"--process_id={number}",
+            devices=4,
+            **variables,
+        )
+        for number in range(2)
+    ]
+    try:
+        ended = []
+        for process in started:
+            out, err = process.communicate(timeout=SECONDS if ended else None)
+            ended.append((process.returncode, out, err))
+    finally:
+        for process in started:
+            process.kill()
+    return ended
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    """The directory of the checks, how the pair ended, and how the single process did."""
+    directory = tmp_path_factory.mktemp("checks")
+    ended = pair(CHECKS=str(directory))
+    alone = start(CHECKS=str(directory))
+    return directory, ended, (*alone.communicate(), alone.returncode)
+
+
+def arrays(directory, layout):
+    with np.load(directory / f"{layout}.npz") as file:
+        return dict(file)
+
+
+@pytest.mark.parametrize("layout", ["eight", "one"])
+def test_two_processes_train_as_one(checked, layout):
+    """Gradients of a step, losses and states of many, with three lanes and a state that streams."""
+    directory, _, (_, err, code) = checked
+    assert code == 0, err
+    two, one = arrays(directory, "pair0"), arrays(directory, layout)
+    assert two.keys() == one.keys()
+    for dtype, steps, losses, rest in (
+        ("float32", (20, 3), 1e-4, 1e-5),
+        ("float64", (200,), 1e-8, 1e-8),
+    ):
+        name = f"{dtype}.losses"
+        assert two[name].shape == steps
+        np.testing.assert_allclose(two[name], one[name], rtol=losses)
+        for name in two:
+            if name.startswith((f"{dtype}.first", f"{dtype}.last")):
+                scale = np.abs(one[name]).max()
+                np.testing.assert_allclose(two[name], one[name], rtol=0, atol=rest * scale)
+    kernel = "recurrent.cell.kernel.h"
+    # Adam's first moment after one step is a tenth of the gradient.
+    assert np.abs(two[f"float32.first.optimizer.0.mu.{kernel}"]).max() > 0.01
+    moved = two[f"float32.last.params.{kernel}"] - two[f"float32.first.params.{kernel}"]
+    assert np.abs(moved).max() > 0.1
+    assert two["float32.last.stream.h"].shape == (3, 8, 4)
+    kinds = {two[name].dtype.name for name in two if name.startswith("float64.last.params")}
+    assert kinds == {"float64"}
+
+
+def test_both_processes_hold_the_same_state(checked):
+    directory, _, _ = checked
+    assert_same_bits(arrays(directory, "pair1"), arrays(directory, "pair0"))
+
+
+def test_the_first_process_alone_writes_and_speaks(checked):
+    directory, ((_, said, _), (_, silence, _)), _ = checked
+    assert silence == ""
+    assert said.count("step 16/16: loss ") == 2
+    assert "Gloo" not in said
+    assert "on cpu x 8 in 2 processes" in said
+    assert sorted(path.name for path in directory.iterdir() if path.is_dir()) == [
+        "asked",
+        "on_1",
+        "on_2",
+        "whole",
+    ]
+
+
+def test_each_process_reads_its_own_rows(checked):
+    directory, _, _ = checked
+    rows = [np.load(directory / f"rows{number}.npy").tolist() for number in range(2)]
+    assert rows == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_batch_that_the_devices_cannot_share_is_refused(checked):
+    directory, _, _ = checked
+    for number in range(2):
+        assert (directory / f"refused{number}").read_text() == (
+            "--batch_size=12 must be a multiple of the 8 devices of the 2 processes."
+        )
+
+
+def test_a_signal_to_one_process_stops_both(checked):
+    """And they go on to the same bits; the drivers see that both were stopped."""
+    directory, ((_, said, _), _), _ = checked
+    assert said.count("; the same command goes on from there") == 1
+    assert said.count("going on from step ") == 1
+    assert_same_bits(leaves(directory / "asked", 16), leaves(directory / "whole", 16))
+    rows = [(directory / name / "metrics.jsonl").read_bytes() for name in ("asked", "whole")]
+    assert rows[0] == rows[1]
+
+
+def test_a_workdir_that_the_first_process_refuses_ends_both(checked):
+    _, ((code, _, err), (other_code, _, other_err)), _ = checked
+    assert (code, other_code) == (2, 1)
+    assert "belongs to another configuration (seed is 0 there and 7 here)" in err
+    assert err.count("\n") == 1
+    assert other_err == GONE
+
+
+@pytest.mark.parametrize("few", [1, 2])
+def test_a_checkpoint_of_two_processes_goes_on_in_one(checked, few):
+    directory, _, (said, _, _) = checked
+    assert f"cpu x 8 in 2 processes and goes on on cpu x {few}: its last bits" in said
+    config = json.loads((directory / f"on_{few}" / "config.json").read_text())
+    assert [later["device"] for later in config["continued"]] == [f"cpu x {few}"]
+    rows = (directory / f"on_{few}" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [0, 4, 8, 12, 16, 20]
+
+
+def test_few_devices_go_on_alike(checked):
+    directory, _, _ = checked
+    two, one = (leaves(directory / name, 20) for name in ("on_2", "on_1"))
+    for name, value in one.items():
+        np.testing.assert_allclose(two[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_a_killed_process_ends_the_other_and_both_go_on(checked, tmp_path):
+    """First the one that writes is killed, then the other one."""
+    directory, _, _ = checked
+    flags = ("--seeds=3", f"--workdir={tmp_path}")
+    for victim, step in ((0, 13), (1, 15)):
+        ended = pair(*flags, DIE=f"{victim}:{step}")
+        code, _, err = ended[1 - victim]
+        assert ended[victim][0] == -signal.SIGKILL
+        assert (code, err) == (1, GONE)
+        assert not os.path.exists(tmp_path / "summary.json")
+    for code, _, err in pair(*flags):
+        assert (code, err) == (0, "")
+    assert_same_bits(leaves(tmp_path, 16), leaves(directory / "whole", 16))
+    rows = [(path / "metrics.jsonl").read_bytes() for path in (tmp_path, directory / "whole")]
+    assert rows[0] == rows[1]
+
+
+def test_addresses_that_cannot_be():
+    for address in ("localhost", ":1234", "localhost:x", "localhost:65536"):
+        with pytest.raises(UserError, match=f"must be HOST:PORT, got {address}"):
+            processes.join("streaming", address, 2, 1)
+    with socket.create_server(("", 0)) as taken:
+        address = f"localhost:{taken.getsockname()[1]}"
+        with pytest.raises(UserError, match=f"={address} cannot be: Address already in use"):
+            processes.join("streaming", address, 2, 0)
+
+
+def test_float64_needs_64_bits():
+    with pytest.raises(UserError, match="--dtype=float64 needs the environment variable JAX_EN"):
+        tiny(dtype="float64")

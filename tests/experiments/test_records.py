@@ -1,0 +1,593 @@
+"""What a run leaves behind, and what it makes of it when it is damaged or cannot be written."""
+
+import contextlib
+import errno
+import fcntl
+import functools
+import json
+import os
+import resource
+import shutil
+import signal
+import struct
+import sys
+import termios
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+
+from experiments.command import tables
+from experiments.machine.profiling import Profile
+from experiments.machine.stopping import StoppedError, Stopping, stopping
+from experiments.records import checkpoints as records_checkpoints
+from experiments.records import reporting, workdir
+from experiments.records.checkpoints import Checkpoints
+from experiments.records.reporting import Progress
+from experiments.records.storage import written
+from experiments.records.workdir import EarlierVersionError, Workdir, append_row, read_rows
+from experiments.settings.errors import StorageError, UserError
+from experiments.training import loop
+from experiments.training.learner import Learner
+from tests.experiments.support import assert_same_bits, leaves, tiny
+
+
+@pytest.fixture(scope="module", autouse=True)
+def learners():
+    """Each config is traced and compiled once, for all runs of this file."""
+    made = {}
+
+    def learner(config):
+        one = config.hash()  # the number of steps is an argument
+        if one not in made:
+            made[one] = Learner(config)
+            made[one].prepare()
+            made[one].prepare = made[one].check = lambda: None
+        return made[one]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "Learner", learner)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch):
+    """Runs draw no figure; where one is the point, ``monkeypatch.undo`` brings it back."""
+    monkeypatch.setattr(loop.learning_curve, "draw", lambda *args: None)
+
+
+@pytest.fixture(scope="module")
+def whole(learners, tmp_path_factory):
+    """A finished run with a checkpoint of each evaluation, of steps 0, 2 and 4."""
+    path = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_CHECKPOINT_SECONDS", -1.0)
+        loop.run(tiny(), path)
+    return path
+
+
+@pytest.fixture
+def run(whole, tmp_path):
+    """A copy of it to break."""
+    return shutil.copytree(whole, tmp_path / "run")
+
+
+def only(run, *steps):
+    """Leaves the checkpoints of these steps."""
+    for path in (run / "checkpoints").iterdir():
+        if int(path.name) not in steps:
+            shutil.rmtree(path)
+
+
+def lines(run, name="metrics.jsonl"):
+    return (run / name).read_bytes().splitlines(keepends=True)
+
+
+def one_sentence(error):
+    text = str(error.value)
+    return "\n" not in text and text.endswith(".")
+
+
+STATE = {"a": np.arange(4.0), "b": np.int32(3)}
+OTHER = {"a": np.arange(4.0) + 1, "b": np.int32(4)}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Checkpoints with one of step 7."""
+    with contextlib.closing(Checkpoints(tmp_path / "checkpoints")) as checkpoints:
+        checkpoints.save(7, STATE)
+        yield checkpoints
+
+
+def same(state, expected):
+    return state is not None and all(np.array_equal(state[name], expected[name]) for name in STATE)
+
+
+def test_a_checkpoint_is_replaced_once_the_new_one_is_there(saved, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        assert same(saved.read(7, STATE), STATE)
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saved._orbax, "save", fail)
+        with pytest.raises(StorageError, match=r"cannot write .*/7: No space left on device;"):
+            saved.save(7, OTHER)
+    assert os.listdir(tmp_path / "checkpoints") == ["7"]
+    assert same(saved.read(7, STATE), STATE)
+    saved.save(7, OTHER)
+    assert os.listdir(tmp_path / "checkpoints") == ["7"]
+    assert same(saved.read(7, STATE), OTHER)
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_loses_none(saved, tmp_path):
+    directory = tmp_path / "checkpoints"
+    (directory / "7").rename(directory / "7.old")
+    assert saved.restore(STATE, print)[0] == 7
+    shutil.copytree(directory / "7", directory / "7.old")  # killed a little later
+    assert saved.restore(STATE, print)[0] == 7
+    assert os.listdir(directory) == ["7"]
+
+
+def test_a_checkpoint_stays_until_the_new_one_is_in_its_place(saved, tmp_path, monkeypatch):
+    """Whatever ends the process between two renames."""
+    rename = Path.rename
+
+    def fail(path, target):
+        if path.name == "7.new":
+            raise OSError(errno.EIO, "no")
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fail)
+        with pytest.raises(StorageError, match=r"cannot write .*/7: "):
+            saved.save(7, OTHER)
+    step, state = saved.restore(STATE, print)
+    assert (step, same(state, STATE)) == (7, True)
+    assert os.listdir(tmp_path / "checkpoints") == ["7"]
+
+
+def test_what_a_killed_save_left_is_removed(saved, tmp_path):
+    directory = tmp_path / "checkpoints"
+    for name in ("9.new", "8.orbax-checkpoint-tmp", "8.orbax-checkpoint-tmp-17"):
+        (directory / name / "default").mkdir(parents=True)
+    (directory / "notes").mkdir()
+    assert saved.last_step == 7
+    assert same(saved.read(7, STATE), STATE)
+    assert len(os.listdir(directory)) == 5  # to read is not to claim
+    assert saved.restore(STATE, print)[0] == 7
+    assert sorted(os.listdir(directory)) == ["7", "notes"]
+
+
+def test_the_last_three_checkpoints_are_kept(saved):
+    for step in (8, 9, 10):
+        saved.save(step, STATE)
+    assert saved.steps == [8, 9, 10]
+
+
+def test_orbax_says_nothing_of_damage(saved, tmp_path, capfd):
+    saved.save(8, OTHER)
+    damaged = tmp_path / "checkpoints" / "8"
+    for path in damaged.rglob("*"):
+        if path.is_file() and path.name != "contents.json":
+            path.write_bytes(path.read_bytes()[:-1])
+    said = []
+    step, state = saved.restore(STATE, said.append)
+    assert (step, same(state, STATE)) == (7, True)
+    assert said == [
+        f"warning: the checkpoint {tmp_path}/checkpoints/8 is damaged; going on from step 7."
+    ]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_whole_files_of_another_state_are_damage_too(saved, tmp_path):
+    """Which Orbax would read."""
+    saved.save(8, OTHER)
+    seven, eight = (tmp_path / "checkpoints" / name / "default" for name in "78")
+    shutil.rmtree(seven)
+    shutil.copytree(eight, seven)
+    assert saved.read(7, STATE) is None
+    assert same(saved.read(8, STATE), OTHER)
+
+
+def test_a_folder_of_others_is_refused(tmp_path):
+    (tmp_path / "letter.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"is not empty and has no config\.json of a run") as error:
+        loop.run(tiny(), tmp_path)
+    assert one_sentence(error)
+    assert os.listdir(tmp_path) == ["letter.txt"]
+    with pytest.raises(UserError, match=r"cannot write to the workdir .*: Not a"):
+        loop.run(tiny(), tmp_path / "letter.txt")
+    for json_of_others in ({"model_type": "bert"}, {"identity": 3}, {"identity": {}, "device": 1}):
+        (tmp_path / "config.json").write_text(json.dumps(json_of_others))
+        with pytest.raises(UserError, match=r"config\.json was made by another version"):
+            loop.run(tiny(), tmp_path)
+        assert sorted(os.listdir(tmp_path)) == ["config.json", "letter.txt"]
+
+
+def test_an_empty_folder_and_one_whose_config_found_no_room_are_taken(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    for name in ("lock", "config.json.part"):
+        (tmp_path / "full" / name).touch()
+    for name in ("empty", "full", "missing/parents"):
+        with contextlib.closing(Workdir(tmp_path / name)) as work:
+            work.claim(tiny())
+        assert (tmp_path / name / "config.json").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "summary.json"])
+@pytest.mark.parametrize("content", [b"\xff{}", b"[1]", b"3", b"[" * 100_000, None])
+def test_a_json_file_that_is_none_is_named(run, name, content):
+    (run / name).unlink()
+    if content is None:
+        (run / name).mkdir()
+    else:
+        (run / name).write_bytes(content)
+    with pytest.raises(
+        UserError, match=f"{name} (is damaged: it is not|cannot be read: )"
+    ) as error:
+        loop.run(tiny(), run)
+    assert one_sentence(error)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timing.jsonl"])
+def test_a_directory_in_the_place_of_rows_is_named(run, name):
+    (run / name).unlink()
+    (run / name).mkdir()
+    with pytest.raises(UserError, match=rf"{name} cannot be read: Is a directory\."):
+        loop.run(tiny(), run)
+
+
+def test_a_summary_without_results_is_named(run):
+    (run / "summary.json").write_text('{"steps": 4, "metrics": []}')
+    with pytest.raises(UserError, match=r"summary\.json is damaged; remove it, and the same"):
+        loop.run(tiny(), run)
+
+
+def claim(path, **settings):
+    """As a run does at its start and its end."""
+    with contextlib.closing(Workdir(path)) as work:
+        work.claim(tiny(**settings))
+
+
+def test_a_setting_that_an_older_config_lacks_had_its_default(tmp_path):
+    claim(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["identity"]["training.schedule"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    claim(tmp_path)
+    with pytest.raises(UserError, match=r"\(schedule is constant there and warmup here\)"):
+        claim(tmp_path, schedule="warmup", warmup_steps=1)
+
+
+def bad_line(run):
+    rows = lines(run)
+    (run / "metrics.jsonl").write_bytes(rows[0] + b"\xff" + rows[1] + rows[2])
+
+
+def cut_in_the_middle(run):
+    rows = lines(run)
+    (run / "metrics.jsonl").write_bytes(rows[0] + rows[1][:-9])
+
+
+def another_shape(run):
+    rows = lines(run)
+    (run / "metrics.jsonl").write_bytes(rows[0] + b'{"step": 2}\n[2]\n' + rows[2])
+
+
+@pytest.mark.parametrize("damage", [bad_line, cut_in_the_middle, another_shape])
+def test_lost_rows_are_made_again_from_a_checkpoint_before_them(whole, run, damage, capsys):
+    damage(run)
+    loop.run(tiny(), run)
+    said = capsys.readouterr().out
+    assert f"warning: {run}/metrics.jsonl is damaged: its rows after step 0 are made again." in said
+    assert "going on from step" not in said
+    assert lines(run) == lines(whole)
+    assert_same_bits(leaves(run, 4), leaves(whole, 4))
+
+
+def test_lost_rows_without_such_a_checkpoint_are_counted(whole, run, capsys):
+    bad_line(run)
+    only(run, 4)
+    loop.run(tiny(), run)
+    assert (
+        f"warning: {run}/metrics.jsonl is damaged: 1 of its rows, the first one that of step 2, "
+        "are lost, and no checkpoint is before them."
+    ) in capsys.readouterr().out
+    assert lines(run) == [lines(whole)[0], lines(whole)[2]]
+
+
+def test_the_row_before_the_first_step_counts_as_lost_too(whole, run, capsys):
+    (run / "metrics.jsonl").write_bytes(b"".join(lines(run)[1:]))
+    only(run, 4)
+    loop.run(tiny(), run)
+    assert "is damaged: 1 of its rows, the first one that of step 0," in capsys.readouterr().out
+    assert lines(run) == lines(whole)[1:]
+
+
+def test_a_last_row_that_is_lost_is_scored_again_and_changes_nothing(whole, run, capsys):
+    (run / "metrics.jsonl").write_bytes(b"".join(lines(run)[:2]) + b"\n")
+    (run / "summary.json").unlink()
+    only(run, 4)
+    loop.run(tiny(), run)
+    assert "the first one that of step 4" in capsys.readouterr().out
+    again, before = json.loads(lines(run)[2]), json.loads(lines(whole)[2])
+    assert again == before | {"train_loss": [None]}
+    assert_same_bits(leaves(run, 4), leaves(whole, 4))
+
+
+def test_damaged_clock_values_are_said_and_the_others_kept(run, capsys):
+    before = lines(run, "timing.jsonl")
+    (run / "timing.jsonl").write_bytes(before[0] + b'\xff\n{"step": 2}\n7\n' + before[2])
+    loop.run(tiny(), run)
+    assert "timing.jsonl is damaged: 3 of its lines are lost" in capsys.readouterr().out
+    assert lines(run, "timing.jsonl") == [before[0], before[2]]
+
+
+def test_a_row_that_finds_no_room_leaves_no_part(tmp_path):
+    path = tmp_path / "rows"
+    append_row(path, {"step": 0})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (15, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            append_row(path, {"step": 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes() == b'{"step": 0}\n'
+
+
+_WRITERS = {
+    "metrics.jsonl": (workdir, "append_row"),
+    "timing.jsonl": (reporting, "append_row"),
+    "tensorboard": (reporting.TensorBoard, "write"),
+    "checkpoints/4": (records_checkpoints, "_digests"),
+    "figures": (loop.learning_curve, "draw"),
+    "summary.json": (workdir, "_replace"),
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "number"),
+    [(file, errno.ENOSPC) for file in _WRITERS]
+    + [("metrics.jsonl", number) for number in (errno.EDQUOT, errno.EFBIG, errno.EROFS)]
+    + [("timing.jsonl", errno.EROFS), ("figures", errno.EFBIG)],
+)
+def test_a_run_goes_on_once_there_is_room(whole, tmp_path, file, number, monkeypatch):
+    """Whatever is the first that cannot be written."""
+    run = tmp_path / "new"
+    owner, name = _WRITERS[file]
+    before = getattr(owner, name)
+
+    def fail(*args, **kwargs):
+        if file == "summary.json" and args[0].name != file:
+            return before(*args)
+        with written(run / file) if file == "summary.json" else contextlib.nullcontext():
+            raise OSError(number, "")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        with pytest.raises(StorageError) as error:
+            loop.run(tiny(), run)
+    assert str(error.value).startswith(f"cannot write {run / file}")
+    assert os.strerror(number) in str(error.value)
+    assert one_sentence(error)
+    loop.run(tiny(), run)
+    assert lines(run) == lines(whole)
+    assert_same_bits(leaves(run, 4), leaves(whole, 4))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "file"),
+    [
+        (reporting, "append_row", "timing.jsonl"),
+        (reporting.TensorBoard, "open", "tensorboard"),
+        (reporting.TensorBoard, "write", "tensorboard"),
+        (loop.learning_curve, "draw", "figures"),
+    ],
+)
+def test_a_run_goes_on_without_what_it_does_not_need(
+    whole, tmp_path, owner, name, file, monkeypatch, capsys
+):
+    def fail(*args, **kwargs):
+        raise PermissionError(errno.EACCES, "no")
+
+    monkeypatch.setattr(owner, name, fail)
+    assert loop.run(tiny(), tmp_path / "new") is not None
+    assert (
+        capsys.readouterr().out.count(
+            f"warning: cannot write {tmp_path / 'new' / file}: Permission denied; the run goes on"
+        )
+        == 1
+    )
+    assert lines(tmp_path / "new") == lines(whole)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_workdir_that_was_removed_is_not_begun_anew(tmp_path, again, monkeypatch):
+    """Nor does a run write into the place of another."""
+    path = tmp_path / "run"
+
+    def remove(self, step):
+        shutil.rmtree(path, ignore_errors=True)
+        if again:
+            path.mkdir(exist_ok=True)
+            (path / "lock").touch()
+
+    monkeypatch.setattr(reporting.Report, "advance", remove)
+    with pytest.raises(StorageError, match="was removed while the run was training") as error:
+        loop.run(tiny(), path)
+    assert one_sentence(error)
+    assert (os.listdir(path) == ["lock"]) if again else not path.exists()
+
+
+def made_by_an_earlier_version(run):
+    """Its checkpoints had other leaves, and no table of contents."""
+    for path in (run / "checkpoints").glob("*/contents.json"):
+        path.unlink()
+
+
+def test_a_run_of_an_earlier_version_is_read_and_does_not_go_on(run, capsys):
+    made_by_an_earlier_version(run)
+    summary = json.loads((run / "summary.json").read_text())
+    assert loop.run(tiny(), run) == summary
+    assert "held-out copied_token_probability" in capsys.readouterr().out
+    with pytest.raises(EarlierVersionError, match=r"begun by an earlier version .* choose another"):
+        loop.run(tiny(steps=6), run)
+    assert json.loads((run / "summary.json").read_text()) == summary
+    config = json.loads((run / "config.json").read_text())
+    config["identity"]["model.forget_bias"] = "0.5"
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"forget_bias is 0\.5 there"):
+        loop.run(tiny(), run)
+    config["identity"]["model.forget_bias"] = None  # the cell's, without its number
+    del config["identity"]["training.schedule"]
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EarlierVersionError):
+        loop.run(tiny(), run)
+
+
+def test_a_kill_between_an_evaluation_and_its_checkpoint_changes_nothing(
+    whole, tmp_path, monkeypatch
+):
+    class KilledError(Exception):
+        pass
+
+    seconds = iter([-1.0, 1e9])
+    add = Workdir.add
+
+    def killed_after_the_second(self, row):
+        add(self, row)
+        monkeypatch.setattr(loop, "_CHECKPOINT_SECONDS", next(seconds))
+        if row["step"] == 2:
+            raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Workdir, "add", killed_after_the_second)
+        with pytest.raises(KilledError):
+            loop.run(tiny(), tmp_path)
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [0, 2]
+    loop.run(tiny(), tmp_path)
+    assert lines(tmp_path) == lines(whole)
+    assert_same_bits(leaves(tmp_path, 4), leaves(whole, 4))
+
+
+def test_a_profile_is_written_and_the_rates_are_plausible(tmp_path):
+    began = time.perf_counter()
+    summary = loop.run(tiny(steps=40), tmp_path, profile=20)
+    seconds = time.perf_counter() - began
+    assert len(list((tmp_path / "profile").rglob("*.xplane.pb"))) == 1
+    assert len(list((tmp_path / "profile").rglob("perfetto_trace.json.gz"))) == 1
+    assert summary["steps_per_second"] > 40 / seconds
+    assert 0 < summary["share_outside_programs"] < 1
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still unless it is told."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_the_time_left_leaves_out_the_first_evaluation(clock, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", sys.__stdout__)  # no terminal
+    progress = Progress(tiny(steps=10), 0)
+    row = {"step": 0, "train_loss": [None], "held_out": {"copied_token_probability": [0.5]}}
+    clock[0] += 1000  # compiles
+    progress.evaluated(row, "held_out")
+    clock[0] += 2
+    progress.advance(2)
+    progress.evaluated(row | {"step": 2, "train_loss": [1.0]}, "held_out")
+    assert capsys.readouterr().out.splitlines()[-1].endswith(", 8 s left")
+
+
+@pytest.mark.parametrize("size", [(0, 0), (30, 100)])
+def test_a_terminal_of_unknown_size_has_a_bar(size, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.delenv("LINES", raising=False)
+    master, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+    with os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        progress = Progress(tiny(steps=10), 0)
+        progress.advance(10)
+        progress.close()
+        os.set_blocking(master, False)
+        shown = b""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                shown += os.read(master, 10_000)
+    os.close(master)
+    assert "100%|████████████████████| 10/10 [" in shown.decode()
+
+
+def test_processes_stop_together_and_do_what_the_first_one_says(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def agreed(*every):
+        gather = functools.partial(np.array, every, np.int32)
+        monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: gather())
+        return Stopping().agree(every[1][1])
+
+    assert agreed((0, 5), (0, 7)) == 5
+    for asked in ((0, 1), (1, 0), (1, 1)):
+        with pytest.raises(StoppedError):
+            agreed(*((one, 5) for one in asked))
+
+
+def test_a_profile_leaves_out_the_first_dispatches(tmp_path, monkeypatch):
+    """Of 20 steps that are wanted, with dispatches of 1, 4, 16, 16 and 8: no step more."""
+    events = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda *a, **k: events.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: events.append("stop"))
+    profile = Profile(tmp_path, 20)
+    for count in (1, 4, 16, 16, 8):
+        events.append(profile.begin(count))
+        profile.end()
+    assert events == [1, 4, "start", 16, 4, "stop", 8]
+    assert not profile.unfinished
+
+
+def test_a_profile_that_was_not_finished_is_said(tmp_path, capsys):
+    loop.run(tiny(steps=2), tmp_path, profile=20)
+    assert "--profile: the run ended before so many steps were traced" in capsys.readouterr().out
+
+
+def test_a_trace_on_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise RuntimeError(f"OUT_OF_RANGE: {tmp_path}/x.xplane.pb; File too large")
+
+    monkeypatch.setattr(jax.profiler, "start_trace", full)
+    with pytest.raises(StorageError, match=r"profile: File too large; what was saved before is"):
+        loop.run(tiny(steps=40, eval_every=40), tmp_path, profile=5)
+
+
+def test_rows_have_the_rates_of_the_schedule(tmp_path):
+    loop.run(tiny(schedule="cosine", steps=4), tmp_path)
+    rates = [row["learning_rate"][0] for row in read_rows(tmp_path / "metrics.jsonl")]
+    np.testing.assert_allclose(rates, [0.01, 0.005, 0], rtol=1e-6, atol=1e-9)
+
+
+def test_a_folder_of_others_takes_no_runs(tmp_path):
+    (tmp_path / "lstm").mkdir()
+    (tmp_path / "report.md").write_text("ours")
+    tables.claim(tmp_path, ("lstm", "report.*"))
+    (tmp_path / "precious.txt").write_text("theirs")
+    with pytest.raises(UserError, match="holds precious.txt, which is no run of this kind"):
+        tables.claim(tmp_path, ("lstm", "report.*"))
+
+
+def test_a_second_interrupt_ends_at_once(monkeypatch):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with stopping() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested
+        assert not ended
+        os.kill(os.getpid(), signal.SIGINT)
+    assert ended == [130]

@@ -1,0 +1,247 @@
+"""Every protocol's settings and parameter counts, and what makes a run another run."""
+
+import json
+
+import pytest
+
+from experiments.catalog import EXPERIMENTS
+from experiments.copy.settings import COPY
+from experiments.settings.config import identity_defaults
+from experiments.settings.errors import UserError
+from experiments.settings.resolver import explain, resolve
+from experiments.settings.sources import TORCH_CELLS
+from experiments.training import loop
+from experiments.transfer_copy.settings import TRANSFER_COPY
+from tests.experiments.support import tiny
+
+SIZES = {"gato": (1024, 5), "ur": (256, 10), "hdetach": (128, 1), "small": (128, 5)}
+CONSTANT = {  # embedding and decoder, by hand
+    "gato": 11 * 5 + (1024 + 1) * 256 + (256 + 1) * 11,
+    "ur": (256 + 1) * 10,
+    "hdetach": (128 + 1) * 9,
+    "small": 11 * 5 + (128 + 1) * 256 + (256 + 1) * 11,
+}
+
+
+def recurrent_parameters(protocol, cell):
+    """The counts by hand: maps times (inputs + units + biases), and what gates add."""
+    h, d = SIZES[protocol]
+    biases = 1 if protocol == "ur" else 2
+    one_map = h * (d + h + biases)
+    masters = 2 * (h // 16) * (d + h + biases)
+    if cell == "gato":  # J pairs: f has two maps, g one of 32 units and one on top
+        return h // 2 * (2 * (d + 1 + 1) + 32 * (d + 1 + 1) + 32 + 1)
+    if cell == "gato1":
+        return h // 2 * 3 * (d + 1 + 1)
+    return {
+        "lstm": 4 * one_map,
+        "gru": 3 * one_map,
+        "janet": 2 * one_map,
+        "rnn": one_map,
+        "ur_lstm": 4 * one_map + h,
+        "r_lstm": 4 * one_map,
+        "c_lstm": 4 * one_map + h,
+        "o_gru": 3 * one_map,
+        "ur_gru": 4 * one_map + h,
+        "om_lstm": 4 * one_map + masters,
+        "cm_lstm": 4 * one_map + masters + h // 16,
+    }[cell]
+
+
+CELLS = [
+    *("gato", "gato1", "gru", "janet", "rnn", "ur_lstm", "r_lstm", "c_lstm"),
+    *("o_gru", "ur_gru", "om_lstm", "cm_lstm"),
+]
+
+
+PAIRS = [
+    *[(protocol, "lstm") for protocol in SIZES],
+    *[(("gato", "ur")[place % 2], cell) for place, cell in enumerate(CELLS)],
+]
+
+
+@pytest.mark.parametrize(("protocol", "cell"), PAIRS)
+def test_parameter_counts(protocol, cell):
+    described = loop.describe(resolve(COPY, protocol, {"cell": cell}))
+    expected = recurrent_parameters(protocol, cell)
+    assert described["recurrent_parameters"] == expected
+    assert described["total_parameters"] == expected + CONSTANT[protocol]
+
+
+def test_the_counts_by_hand_are_those_of_the_gato_paper():
+    counts = {"gato": 138_752, "gru": 3_167_232, "lstm": 4_222_976}
+    assert {cell: recurrent_parameters("gato", cell) for cell in counts} == counts
+
+
+def test_every_layer_has_its_own_parameters():
+    h, d = 6, 3
+    described = loop.describe(tiny(cell="gru", layers=3))
+    expected = 3 * h * ((d + h + 2) + 2 * (h + h + 2))
+    assert described["recurrent_parameters"] == expected
+
+
+EXPECTED = {
+    "gato": {
+        "task": {"layout": "aba", "symbols": 10, "tokens": 20, "length": 100, "sequences": 0}
+        | {"loss_on": "copied", "inputs": "embed", "held_out_sequences": 1000},
+        "model": {"cell": "gato", "hidden_size": 1024, "embedding": 5, "decoder": [256]}
+        | {"lambda_": 0.7, "bias_vectors": 1, "init": "library"},
+        "training": {"batch_size": 32, "learning_rates": [4e-3], "steps": 31_250, "clip_norm": 0},
+        "carry": {"detach_prob": 0},
+    },
+    "ur": {
+        "task": {"layout": "cue", "symbols": 8, "tokens": 10, "length": 500, "sequences": 0}
+        | {"loss_on": "copied", "inputs": "one_hot"},
+        "model": {"cell": "ur_lstm", "hidden_size": 256, "decoder": []},
+        "training": {"learning_rates": [1e-3], "clip_norm": 1},
+        "carry": {"detach_prob": 0},
+    },
+    "hdetach": {
+        "task": {"layout": "delimiter", "symbols": 8, "tokens": 10, "length": 100}
+        | {"loss_on": "all", "inputs": "scalar", "sequences": 100_000}
+        | {"held_out_sequences": 5000, "headline": "accuracy"},
+        "model": {"cell": "lstm", "hidden_size": 128, "decoder": [], "bias_vectors": 2}
+        | {"init": "torch", "forget_bias": 0},
+        "training": {"batch_size": 100, "learning_rates": [1e-3], "steps": 600_000}
+        | {"clip_norm": 1, "eval_every": 1000},
+        "carry": {"detach_prob": 0.25, "detach_state": "h", "detach_per_example": False},
+    },
+}
+
+
+@pytest.mark.parametrize("protocol", EXPECTED)
+def test_settings_are_the_papers(protocol):
+    resolved = resolve(COPY, protocol, {}).resolved()
+    for part, settings in EXPECTED[protocol].items():
+        assert {name: resolved[part][name] for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("protocol", "cell", "expected"),
+    [
+        ("gato", "lstm", {"init": "torch", "bias_vectors": 2, "forget_bias": 0, "reset": None}),
+        (
+            "gato",
+            "gru",
+            {"init": "torch", "bias_vectors": 2, "forget_bias": 0, "reset": "after"},
+        ),
+        ("ur", "gru", {"bias_vectors": 1, "reset": "before", "tmax": None}),
+        ("ur", "ur_gru", {"reset": "before", "forget_bias": None}),
+        ("gato", "ur_gru", {"reset": "before", "bias_vectors": 2, "init": "torch"}),
+        ("hdetach", "r_lstm", {"forget_bias": 1, "bias_vectors": 2}),
+        ("ur", "c_lstm", {"tmax": 256, "downsize": None}),
+        ("ur", "cm_gru", {"tmax": 256, "downsize": 16}),
+        ("ur", "um_lstm", {"tmax": None, "downsize": 16, "lambda_": None}),
+        ("hdetach", "gato", {"lambda_": 0.7, "s_update": "accumulate", "forget_bias": None}),
+    ],
+)
+def test_a_cell_gets_the_settings_that_it_has(protocol, cell, expected):
+    model = resolve(COPY, protocol, {"cell": cell}).resolved()["model"]
+    assert {name: model[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(("cell", "field"), [("lstm", "h"), ("gru", "h"), ("gato", "r")])
+def test_what_feeds_back_is_detached(cell, field):
+    config = resolve(COPY, "small", {"cell": cell})
+    assert config.carry.detach_state == field
+
+
+ALL = {experiment.name: experiment for experiment in (*EXPERIMENTS, TRANSFER_COPY)}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_setting_has_a_source(name):
+    sources = {
+        (setting, sourced.source)
+        for protocol in ALL[name].protocols.values()
+        for group in (protocol.settings, *protocol.cells.values())
+        for setting, sourced in group.items()
+    }
+    sources |= {
+        (setting, declared.default.source)
+        for setting, declared in ALL[name].known().items()
+        if declared.default is not None
+    }
+    for setting, source in sources:
+        assert len(source) > 5, setting
+        ours = source.removeprefix("ours")
+        assert ours == source or ours.startswith(": "), setting
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_protocol_says_what_has_no_default(name):
+    """Beside what is the cell's: a setting is never left open."""
+    of_the_cell = {n for group in TORCH_CELLS.values() for n in group} | {"refine_bias"}
+    for protocol in ALL[name].protocols:
+        values = ALL[name].values(protocol)
+        known = ALL[name].known()
+        assert set(values) <= set(known)
+        assert set(known) - set(values) <= of_the_cell | {"epochs"}
+
+
+def test_the_source_of_a_setting_is_whose_value_is_in_effect():
+    config = resolve(COPY, "hdetach", {"cell": "r_lstm", "seed": 3})
+    settings = explain(COPY, config)
+    assert settings["forget_bias"]["value"] == 1  # of the plain gate it is 0
+    assert {flag: settings[flag]["source"] for flag in ("forget_bias", "bias_vectors", "seed")} == {
+        "forget_bias": "the cell's own",
+        "bias_vectors": "h-detach code: a bias with each linear map",
+        "seed": "the command line",
+    }
+    plain = explain(COPY, resolve(COPY, "hdetach", {"cell": "lstm"}))
+    assert plain["forget_bias"]["source"] == "h-detach code: none"
+    assert plain["seed"]["source"].startswith("ours: ")
+
+
+def test_every_one_of_several_values_is_checked():
+    for rates in ((0.0, 0.1), (0.1, 0.0), (0.1, float("nan"))):
+        with pytest.raises(UserError, match=r"^--learning_rates must be a (positive|finite) num"):
+            tiny(learning_rates=rates)
+
+
+def test_overrides_win_and_are_kept():
+    config = resolve(COPY, "ur", {"hidden_size": 32, "length": 7})
+    assert (config.model.hidden_size, config.task.length) == (32, 7)
+    assert config.overrides == {"hidden_size": 32, "length": 7}
+    assert config.protocol == "ur"
+
+
+def test_identity_ignores_length_and_backend():
+    config = tiny()
+    assert config.hash() == tiny(steps=9, backend="scan").hash()
+    assert len(config.hash()) == 8
+    int(config.hash(), 16)
+    for other in ({"seed": 1}, {"hidden_size": 8}, {"length": 5}, {"detach_prob": 0.1}):
+        assert tiny(**other).hash() != config.hash(), other
+
+
+def test_a_schedule_that_needs_the_length_is_part_of_the_identity():
+    off = {"detach_prob": 0.5, "detach_off_steps": 2}
+    assert tiny(**off, steps=6).hash() != tiny(**off, steps=4).hash()
+    assert tiny(**off | {"detach_off_steps": 0}, steps=6).hash() == (
+        tiny(**off | {"detach_off_steps": 0}, steps=4).hash()
+    )
+    assert tiny(schedule="cosine", steps=6).hash() != tiny(schedule="cosine", steps=4).hash()
+    warm = {"schedule": "warmup", "warmup_steps": 3}
+    assert tiny(**warm, steps=6).hash() == tiny(**warm, steps=4).hash()
+
+
+def test_a_setting_that_is_new_changes_no_older_run():
+    """An identity that an earlier version wrote, without it, is that of its default."""
+    identity, defaults = tiny().identity(), identity_defaults(tiny().task)
+    new = ("training.optimizer", "training.schedule", "training.momentum", "model.layers")
+    assert {name: defaults[name] for name in new} == {name: identity[name] for name in new}
+    assert set(defaults) <= set(identity) | set(_OUTSIDE)
+
+
+def test_resolved_config_is_json():
+    resolved = tiny().resolved()
+    assert json.loads(json.dumps(resolved)) == resolved
+
+
+_OUTSIDE = ("model.backend", "training.steps")
+
+
+def test_unknown_protocol_names_the_known():
+    with pytest.raises(UserError, match="'paper'; known: gato, ur, hdetach, small"):
+        resolve(COPY, "paper", {})

@@ -1,0 +1,130 @@
+"""Sweeps: what a file asks for, runs that are killed, the best rate, the report."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments.settings.errors import UserError
+from experiments.sweep import plan, report
+from tests.experiments.support import ROOT, environment
+
+TOML = """
+binary = "copy"
+[settings]
+tokens = 3
+length = 4
+hidden_size = 6
+held_out_sequences = 40
+steps = 30
+eval_every = 10
+batch_size = 8
+[grid]
+cell = ["gru", "lstm"]
+learning_rate = [1e-3, 1e-2]
+seed = [0, 1]
+"""
+
+
+def sweep_file(directory, text=TOML):
+    path = directory / "sweep.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_grid_is_every_combination(tmp_path):
+    runs = plan.read(sweep_file(tmp_path), tmp_path / "runs")
+    asked = {(run.config.model.cell, *run.config.training.lanes[0]) for run in runs}
+    assert asked == {(c, s, r) for c in ("gru", "lstm") for s in (0, 1) for r in (1e-3, 1e-2)}
+    assert all(run.config.model.hidden_size == 6 for run in runs)
+    assert len({run.row for run in runs}) == 2
+    more = TOML + '[[also]]\nhidden_size = 7\n[also.grid]\ncell = ["rnn"]\n'
+    last = plan.read(sweep_file(tmp_path, more), tmp_path / "runs")[-1].config.model
+    assert (last.cell, last.hidden_size) == ("rnn", 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("binary = ", "is not TOML"),
+        ('binary = "forgetting"', 'binary = "..." must be one of'),
+        ('binary = "copy"', "has no [grid]"),
+        (TOML + "[other]", "there is no 'other'"),
+        (TOML.replace('["gru", "lstm"]', '"gru"'), "cell in the grid must be a list"),
+        (TOML.replace("[0, 1]", "[0, 0]"), "asks twice for the same run"),
+        (TOML.replace("lstm", "lstmm"), "There is no cell named 'lstmm'"),
+        (TOML.replace("steps = 30", "stepz = 30"), "stepz"),
+        (TOML.replace("steps = 30", 'workdir = "x"'), "--workdir and --describe are not for"),
+        (TOML.replace("steps = 30", "process_id = 1"), "a run of a sweep is one process"),
+    ],
+)
+def test_a_file_that_cannot_be_is_one_sentence(tmp_path, text, sentence):
+    with pytest.raises(UserError) as refusal:
+        plan.read(sweep_file(tmp_path, text), tmp_path / "runs")
+    assert sentence in str(refusal.value)
+    assert str(tmp_path / "sweep.toml") in str(refusal.value)
+
+
+def finish(run, watched, value):
+    """Leaves what a finished run does."""
+    run.workdir.mkdir(parents=True)
+    row = {"step": 30, "examples": 240, "validation": {"accuracy": [watched]}}
+    (run.workdir / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    one = [{"value": value}]
+    summary = {"steps": 30, "metrics": {"accuracy": {"per_run": one}}}
+    (run.workdir / "summary.json").write_text(json.dumps(summary))
+
+
+def test_the_best_rate_is_that_of_the_watched_set(tmp_path):
+    """The gru's larger rate is better on validation and worse on the result; one seed of the
+    lstm's diverged there, and one is missing."""
+    runs = plan.read(sweep_file(tmp_path), tmp_path / "runs")
+    metric = runs[0].config.task.metrics[0]._replace(name="accuracy")
+    for run in runs:
+        cell, (seed, rate) = run.config.model.cell, run.config.training.lanes[0]
+        if cell == "gru":
+            finish(run, 0.8 if rate == 1e-2 else 0.7, 0.5 + seed / 10 if rate == 1e-2 else 0.9)
+        elif rate == 1e-2:
+            finish(run, None if seed else 0.9, 0.9)
+        elif not seed:
+            finish(run, 0.2, 0.25)
+    gru, lstm = report.best_rows(runs, metric)
+    assert (gru.label, gru.rate, gru.rates, gru.missing) == ("gru", 1e-2, 2, 0)
+    assert gru.values == (0.5, 0.6)
+    assert lstm.values == (0.25,) or lstm.rate == 1e-2  # both are infinitely bad
+    assert (lstm.label, lstm.rates) == ("lstm", 2)
+
+
+def test_a_sweep_that_is_killed_goes_on(tmp_path):
+    """A run is killed, then the sweep; the table is that of an undisturbed one."""
+    path = sweep_file(tmp_path, TOML.replace("[1e-3, 1e-2]", "[1e-2]").replace("[0, 1]", "[0]"))
+
+    def begin(directory):
+        command = [sys.executable, "-m", "experiments.sweep", str(path), "--processes=2"]
+        return subprocess.Popen(
+            [*command, f"--directory={tmp_path / directory}"],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    assert begin("whole").wait() == 0
+    first = begin("killed")
+    while not list((tmp_path / "killed").glob("*/metrics.jsonl")):
+        time.sleep(0.05)
+    children = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+    os.kill(int(children[0]), signal.SIGKILL)
+    time.sleep(0.5)
+    first.kill()
+    first.wait()
+    second = begin("killed")
+    assert second.wait() == 0
+    whole, killed = (tmp_path / name / "sweep.md" for name in ("whole", "killed"))
+    assert killed.read_text() == whole.read_text()
+    assert "missing" not in whole.read_text()

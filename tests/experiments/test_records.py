@@ -578,7 +578,7 @@ def test_a_folder_of_others_takes_no_runs(tmp_path):
     (tmp_path / "report.md").write_text("ours")
     tables.claim(tmp_path, ("lstm", "report.*"))
     (tmp_path / "precious.txt").write_text("theirs")
-    with pytest.raises(UserError, match="holds precious.txt, which is no run of this kind"):
+    with pytest.raises(UserError, match=r"holds precious\.txt, which is no run of this kind"):
         tables.claim(tmp_path, ("lstm", "report.*"))
 
 

@@ -14,7 +14,7 @@ from absl.flags import FlagValues
 
 from experiments.settings.derived import Depends, Epochs, OnlySeed
 from experiments.settings.errors import UserError
-from experiments.settings.fields import Setting
+from experiments.settings.fields import Setting, shown_value
 from experiments.settings.resolver import Experiment
 
 Define = Callable[[FlagValues], None]
@@ -137,17 +137,17 @@ class Wanted(NamedTuple):
     profile: int
 
 
-def wanted(experiment: Experiment, given: Mapping[str, Any]) -> Wanted:
+def wanted(experiment: Experiment, flag_values: Mapping[str, Any]) -> Wanted:
     """What flags express.
 
     Args:
       experiment: whose flags they are.
-      given: flags by name, as ``parse`` returns them; others than the experiment's are passed on.
+      flag_values: by name, as ``parse`` returns them; others than the experiment's are passed on.
 
     Raises:
       UserError: if two of them exclude each other.
     """
-    settings = {name: value for name, value in given.items() if name not in OF_PROCESSES}
+    settings = {name: value for name, value in flag_values.items() if name not in OF_PROCESSES}
     protocol, describe = settings.pop("protocol", "small"), settings.pop("describe", False)
     workdir, profile = settings.pop("workdir", None), settings.pop("profile", 0)
     if not 0 <= profile < 2**31:
@@ -161,9 +161,9 @@ def wanted(experiment: Experiment, given: Mapping[str, Any]) -> Wanted:
     return Wanted(protocol, settings, describe, workdir, profile)
 
 
-def exclude(given: Iterable[str], one: str, other: str) -> None:
+def exclude(flag_values: Iterable[str], one: str, other: str) -> None:
     """Raises ``UserError`` if both flags are given."""
-    if one in given and other in given:
+    if one in flag_values and other in flag_values:
         raise UserError(f"--{one} and --{other} exclude each other: give one of them.")
 
 
@@ -185,10 +185,10 @@ def parse(argv: Sequence[str], define: Define) -> dict[str, Any]:
     Raises:
       absl.flags.Error: on a flag that cannot be, with one sentence.
     """
-    given, rest = parse_with_arguments(argv, define)
+    flag_values, rest = parse_with_arguments(argv, define)
     if rest:
         raise flags.Error(f"There is no argument {rest[0]!r}; flags look like --cell=gato.")
-    return given
+    return flag_values
 
 
 def parse_with_arguments(argv: Sequence[str], define: Define) -> tuple[dict[str, Any], list[str]]:
@@ -205,8 +205,8 @@ def parse_with_arguments(argv: Sequence[str], define: Define) -> tuple[dict[str,
             raise flags.Error(f"--{name} is given {values[name].present} times.")
         if values[name].present and values[name].value == "":
             raise flags.Error(f"--{name}= has no value; leave the flag out for its default.")
-    given = {name: values[name].value for name in values}
-    return {name: value for name, value in given.items() if value is not None}, rest
+    flag_values = {name: values[name].value for name in values}
+    return {name: value for name, value in flag_values.items() if value is not None}, rest
 
 
 def defined(define: Define) -> FlagValues:
@@ -245,7 +245,7 @@ def defaults_text(experiment: Experiment, setting: Setting) -> str:
     for protocol in experiment.protocols:
         values = experiment.values(protocol)
         if setting.name in values:
-            shown = _shown(values[setting.name].value)
+            shown = _default_text(values[setting.name].value)
             by_value.setdefault(shown, []).append(protocol)
     if not by_value:
         return "by the cell"
@@ -254,13 +254,11 @@ def defaults_text(experiment: Experiment, setting: Setting) -> str:
     return "; ".join(f"{value} ({', '.join(of)})" for value, of in by_value.items())
 
 
-def _shown(value: Any) -> str:
+def _default_text(value: Any) -> str:
     if isinstance(value, Depends):
         return f"by --{value.setting}"
     if isinstance(value, OnlySeed):
         return "--seed"
     if isinstance(value, Epochs):
         return "--epochs" if value.passes == "epochs" else f"{value.passes:g} epochs"
-    if isinstance(value, tuple):
-        return ",".join(map(_shown, value)) or _NONE
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return shown_value(value)

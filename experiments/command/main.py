@@ -41,8 +41,6 @@ def main(
       arguments: the name of what may stand beside flags in ``--help``; none: nothing may.
     """
     signal.signal(signal.SIGINT, lambda *_: _interrupted(name))
-    import difflib
-
     from absl import app, logging
     from absl import flags as absl_flags
 
@@ -61,24 +59,14 @@ def main(
         if HELP & set(argv[1:]):
             print(flags.help_text(usage, define, experiment))
             sys.exit(0)
-        try:
-            if not arguments:
-                return flags.parse(argv, define)
-            given, rest = flags.parse_with_arguments(argv, define)
-            return {**given, "arguments": rest}
-        except absl_flags.UnrecognizedFlagError as error:
-            near = difflib.get_close_matches(error.flagname, flags.defined(define), n=3)
-            hint = f"did you mean {' or '.join(f'--{flag}' for flag in near)}?"
-            fail(name, f"There is no flag --{error.flagname}; {hint if near else 'see --help.'}")
-        except absl_flags.Error as error:
-            fail(name, str(error))
+        return _parse(name, argv, define, bool(arguments))
 
-    def body(given: dict[str, Any]) -> None:
+    def body(flag_values: dict[str, Any]) -> None:
         logging.set_verbosity(logging.WARNING)
         use_all_cores()
         keep_compilations()
         try:
-            begin(given)
+            begin(flag_values)
             sys.stdout.flush()
         except UserError as error:
             fail(name, str(error))
@@ -88,6 +76,27 @@ def main(
             fail(name, "nobody reads the standard output.", 1)
 
     app.run(body, flags_parser=flags_parser)
+
+
+def _parse(name: str, argv: Sequence[str], define: flags.Define, arguments: bool) -> dict[str, Any]:
+    """The flags' values by name; ends the binary with a sentence if one cannot be."""
+    import difflib
+
+    from absl import flags as absl_flags
+
+    from experiments.command import flags
+
+    try:
+        if not arguments:
+            return flags.parse(argv, define)
+        flag_values, rest = flags.parse_with_arguments(argv, define)
+        return {**flag_values, "arguments": rest}
+    except absl_flags.UnrecognizedFlagError as error:
+        near = difflib.get_close_matches(error.flagname, flags.defined(define), n=3)
+        hint = f"did you mean {' or '.join(f'--{flag}' for flag in near)}?"
+        fail(name, f"There is no flag --{error.flagname}; {hint if near else 'see --help.'}")
+    except absl_flags.Error as error:
+        fail(name, str(error))
 
 
 def experiment_main(
@@ -109,17 +118,17 @@ def experiment_main(
         flags.define_experiment(experiment, values)
         define(values)
 
-    def begin_together(given: dict[str, Any]) -> None:
-        join_processes(experiment.name, given)
+    def begin_together(flag_values: dict[str, Any]) -> None:
+        join_processes(experiment.name, flag_values)
         if begin is None:
-            train_one(experiment, given)
+            train_one(experiment, flag_values)
         else:
-            begin(given)
+            begin(flag_values)
 
     main(experiment.name, define_all, begin_together, experiment=experiment)
 
 
-def train_one(experiment: Experiment, given: Mapping[str, Any]) -> None:
+def train_one(experiment: Experiment, flag_values: Mapping[str, Any]) -> None:
     """Describes or trains.
 
     Raises:
@@ -132,7 +141,7 @@ def train_one(experiment: Experiment, given: Mapping[str, Any]) -> None:
     from experiments.settings.resolver import resolve
     from experiments.training import loop
 
-    wanted = flags.wanted(experiment, given)
+    wanted = flags.wanted(experiment, flag_values)
     config = resolve(experiment, wanted.protocol, wanted.settings)
     if wanted.describe:
         described = json.dumps(runs.description(experiment, config), indent=2)
@@ -144,12 +153,12 @@ def train_one(experiment: Experiment, given: Mapping[str, Any]) -> None:
     loop.run(config, wanted.workdir or default, wanted.profile)
 
 
-def join_processes(name: str, given: Mapping[str, Any]) -> None:
+def join_processes(name: str, flag_values: Mapping[str, Any]) -> None:
     """Joins the processes that train together, before JAX looks for devices.
 
     Args:
       name: of the binary.
-      given: flags.
+      flag_values: flags.
 
     Raises:
       UserError: if only some of the flags are given, or they contradict each other.
@@ -157,7 +166,7 @@ def join_processes(name: str, given: Mapping[str, Any]) -> None:
     from experiments.settings.errors import UserError
 
     names = ("coordinator_address", "num_processes", "process_id")
-    values = {name: given[name] for name in names if name in given}
+    values = {name: flag_values[name] for name in names if name in flag_values}
     if not values:
         return
     if len(values) < len(names):
@@ -199,10 +208,10 @@ def _interrupted(name: str) -> None:
 def use_all_cores() -> None:
     """Makes XLA see as many CPU devices as there are cores, before JAX starts."""
     option = "--xla_force_host_platform_device_count"
-    given = os.environ.get("XLA_FLAGS", "")
-    if option not in given:
+    options = os.environ.get("XLA_FLAGS", "")
+    if option not in options:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        os.environ["XLA_FLAGS"] = f"{given} {option}={cores}".strip()
+        os.environ["XLA_FLAGS"] = f"{options} {option}={cores}".strip()
 
 
 def keep_compilations() -> None:

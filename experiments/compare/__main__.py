@@ -28,7 +28,7 @@ def define(values: FlagValues) -> None:
     flags.add(values, "figure", figure)
 
 
-def begin(given: dict[str, Any]) -> None:
+def begin(flag_values: dict[str, Any]) -> None:
     """Prints the table and draws the figure.
 
     Raises:
@@ -36,15 +36,15 @@ def begin(given: dict[str, Any]) -> None:
     """
     from experiments.compare import table
 
-    workdirs = [Path(workdir) for workdir in given["arguments"]]
+    workdirs = [Path(workdir) for workdir in flag_values["arguments"]]
     if not workdirs:
         raise UserError("Name at least one workdir, such as runs/adding/gato-small-*.")
     places = [workdir.resolve() for workdir in workdirs]
     for workdir, place in zip(workdirs, places, strict=True):
         if places.count(place) > 1:
             raise UserError(f"{workdir} is named twice: a run is compared with others.")
-    figure = figure_path(given.get("figure", "runs/comparison.png"))
-    table.run(workdirs, given.get("style", "mean"), figure, given.get("metric"))
+    figure = figure_path(flag_values.get("figure", "runs/comparison.png"))
+    table.run(workdirs, flag_values.get("style", "mean"), figure, flag_values.get("metric"))
 
 
 def figure_path(place: str) -> Path:

@@ -177,7 +177,7 @@ def distinct_labels(entries: Sequence[Entry]) -> list[str]:
     labels = []
     for settings, entry in zip(overrides, entries, strict=True):
         own = [
-            f"{name.rstrip('_')}={_shown(value)}"
+            f"{name.rstrip('_')}={_every_digit(value)}"
             for name, value in settings.items()
             if any(other.get(name) != value for other in overrides)
         ]
@@ -204,7 +204,7 @@ def _end(workdir: Path, group: Sequence[Path]) -> Path:
     return Path(*parts[-length:])
 
 
-def _shown(value: Any) -> str:
+def _every_digit(value: Any) -> str:
     return repr(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 

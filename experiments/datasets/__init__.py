@@ -165,12 +165,12 @@ def _raw(source: Source, data_dir: str | None) -> list[Path]:
         raise UserError(f"--data_dir={data_dir} is no directory.")
     for folder in (*(root / name for name in source.folders), root):
         candidates = [(folder / name, folder / f"{name}.gz") for name in source.files]
-        found = [next((path for path in pair if path.is_file()), None) for pair in candidates]
-        paths = [path for path in found if path is not None]
+        present = [next((path for path in pair if path.is_file()), None) for pair in candidates]
+        paths = [path for path in present if path is not None]
         if len(paths) == len(source.files):
             return paths
         if paths:
-            missing = [source.files[i] for i, path in enumerate(found) if path is None]
+            missing = [source.files[i] for i, path in enumerate(present) if path is None]
             raise UserError(
                 f"{source.title} in {folder} is not complete: {', '.join(missing)} of "
                 f"{source.published} is missing."

@@ -131,8 +131,8 @@ class _Program:
         return int.from_bytes(self._take(size), "little", signed=signed)
 
     def _pop(self, kind: type) -> Any:
-        found = self._stack[-1] if self._stack else _MARK
-        if found is _MARK or not isinstance(found, kind):
+        top = self._stack[-1] if self._stack else _MARK
+        if top is _MARK or not isinstance(top, kind):
             raise self._wrong("an instruction finds the wrong things")
         return self._stack.pop()
 
@@ -192,9 +192,9 @@ class _Program:
         target.update(zip(items[::2], items[1::2], strict=True))
 
     def _top(self, kind: type) -> Any:
-        found = self._pop(kind)
-        self._stack.append(found)
-        return found
+        top = self._pop(kind)
+        self._stack.append(top)
+        return top
 
     def put(self, size: int) -> None:
         number = self._number(size)

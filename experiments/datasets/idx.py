@@ -64,19 +64,21 @@ def _read(
     path: Path, stream: IO[bytes] | gzip.GzipFile, offset: int, count: int, or_end: bool = False
 ) -> bytearray:
     """The next ``count`` bytes, from ``offset`` of the (unzipped) content; nothing at its end."""
-    found = bytearray()
-    while len(found) < count:
+    content = bytearray()
+    while len(content) < count:
         try:
-            chunk = stream.read(min(_CHUNK, count - len(found)))
+            chunk = stream.read(min(_CHUNK, count - len(content)))
         except EOFError:
-            raise damaged(path, offset + len(found), "the compressed data are cut short") from None
+            raise damaged(
+                path, offset + len(content), "the compressed data are cut short"
+            ) from None
         except (gzip.BadGzipFile, zlib.error) as error:
             reason = f"the compressed data are wrong ({error})"
-            raise damaged(path, offset + len(found), reason) from None
+            raise damaged(path, offset + len(content), reason) from None
         if not chunk:
-            if or_end and not found:
+            if or_end and not content:
                 break
-            left = count - len(found)
-            raise damaged(path, offset + len(found), f"the content ends {left} bytes too early")
-        found += chunk
-    return found
+            left = count - len(content)
+            raise damaged(path, offset + len(content), f"the content ends {left} bytes too early")
+        content += chunk
+    return content

@@ -36,13 +36,13 @@ def define(values: FlagValues) -> None:
     flags.add(values, "out_dir", places)
 
 
-def begin(given: dict[str, Any]) -> None:
+def begin(flag_values: dict[str, Any]) -> None:
     """Measures, prints and draws.
 
     Raises:
       UserError: if a wish cannot be met.
     """
-    options = _options(given)
+    options = _options(flag_values)
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("Figures need matplotlib: pip install 'recurrent_gates[experiments]'.")
 
@@ -52,16 +52,16 @@ def begin(given: dict[str, Any]) -> None:
     from experiments.settings.cells import bare_cell
 
     def directory(default: Path) -> Path:
-        place = Path(given.get("out_dir", default))
+        place = Path(flag_values.get("out_dir", default))
         tables.make(place)
         return place
 
-    if "workdir" in given:
-        workdir = Path(given["workdir"])
+    if "workdir" in flag_values:
+        workdir = Path(flag_values["workdir"])
         finished = runs.finished(workdir, EXPERIMENTS)
         name, default = workdir.resolve().name, workdir / "figures"
         measurements.measure_run(finished, name, options.steps, directory(default))
-    elif given.get("figure") == "gates":
+    elif flag_values.get("figure") == "gates":
         default = Path("runs", "diagnose", "gates")
         measurements.measure_refine_gate(options.seed, directory(default))
     else:
@@ -70,17 +70,17 @@ def begin(given: dict[str, Any]) -> None:
         measurements.measure_cell(cell, options, directory(default))
 
 
-def _options(given: dict[str, Any]) -> FreshParameters:
+def _options(flag_values: dict[str, Any]) -> FreshParameters:
     from experiments.command import flags
 
-    if "workdir" in given:
-        _refuse_others(given, _OF_A_RUN, "is for fresh parameters: --workdir has its own")
-    elif given.get("figure") == "gates":
+    if "workdir" in flag_values:
+        _refuse_others(flag_values, _OF_A_RUN, "is for fresh parameters: --workdir has its own")
+    elif flag_values.get("figure") == "gates":
         reason = "is for a cell: --figure=gates is of the refine gate alone"
-        _refuse_others(given, _OF_THE_REFINE_GATE, reason)
+        _refuse_others(flag_values, _OF_THE_REFINE_GATE, reason)
     known = fields.declared(FreshParameters)
     values = {name: entry.value for name, entry in fields.defaults(FreshParameters)}
-    values |= {name: value for name, value in given.items() if name in known}
+    values |= {name: value for name, value in flag_values.items() if name in known}
     options = FreshParameters(**values)
     fields.check_all(options)
     if options.recurrent:
@@ -88,8 +88,8 @@ def _options(given: dict[str, Any]) -> FreshParameters:
     return options
 
 
-def _refuse_others(given: dict[str, Any], used: tuple[str, ...], reason: str) -> None:
-    for name in given:
+def _refuse_others(flag_values: dict[str, Any], used: tuple[str, ...], reason: str) -> None:
+    for name in flag_values:
         if name not in used:
             raise UserError(f"--{name} {reason}.")
 

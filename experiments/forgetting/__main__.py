@@ -25,7 +25,7 @@ def define(values: FlagValues) -> None:
     flags.add(values, "cells", cells, several=True)
 
 
-def begin(given: dict[str, Any]) -> None:
+def begin(flag_values: dict[str, Any]) -> None:
     """Trains each cell and compares them, or describes that.
 
     Raises:
@@ -37,7 +37,7 @@ def begin(given: dict[str, Any]) -> None:
     from experiments.forgetting import study
     from experiments.settings.resolver import resolve
 
-    wanted = flags.wanted(FORGETTING, given)
+    wanted = flags.wanted(FORGETTING, flag_values)
     settings = wanted.settings
     flags.exclude(settings, "cell", "cells")
     cells = (settings.pop("cell"),) if "cell" in settings else settings.pop("cells", CELLS)

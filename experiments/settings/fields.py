@@ -118,7 +118,7 @@ class Setting:
         )
         if not in_range:
             verb = "is" if self.allowed.startswith("a probability") else "must be"
-            raise UserError(f"--{self.flag} {verb} {self.allowed}, got {_shown(value)}.")
+            raise UserError(f"--{self.flag} {verb} {self.allowed}, got {shown_value(value)}.")
         if self.kind is float and value and not TINY <= abs(value) <= HUGE:
             raise UserError(
                 f"--{self.flag}={value:g} is outside of what float32 holds "
@@ -126,9 +126,10 @@ class Setting:
             )
 
 
-def _shown(value: Any) -> str:
+def shown_value(value: Any) -> str:
+    """A setting's value as one writes it on the command line."""
     if isinstance(value, tuple):
-        return ",".join(map(_shown, value)) or "none"
+        return ",".join(map(shown_value, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -198,25 +199,27 @@ def defaults(*classes: Any) -> Iterator[tuple[str, Sourced]]:
 
 
 def check_effect(
-    given: Mapping[str, Any], values: Mapping[str, Any], known: Mapping[str, Setting]
+    named: Mapping[str, Any], values: Mapping[str, Any], known: Mapping[str, Setting]
 ) -> None:
     """Raises ``UserError`` on a setting that was given and has no effect beside the others.
 
     Args:
-      given: the settings that the user named.
+      named: the settings that the user named.
       values: all settings in effect.
       known: the declarations.
     """
-    for name in given:
+    for name in named:
         if name not in known or (needs := known[name].needs) is None:
             continue
-        if not given[name]:  # to turn off what has no effect is no mistake
+        if not named[name]:  # to turn off what has no effect is no mistake
             continue
         other, wanted = needs
         value = values.get(other)
         if value in wanted if wanted else value:
             continue
-        shown = f"--{other.rstrip('_')}={_shown(value)}" if other in values else f"no --{other}"
+        shown = (
+            f"--{other.rstrip('_')}={shown_value(value)}" if other in values else f"no --{other}"
+        )
         with_ = f"={' or '.join(map(str, wanted))}" if wanted else ""
         if isinstance(wanted, range):
             with_ = f" of at least {wanted.start}"

@@ -23,7 +23,7 @@ def define(values: FlagValues) -> None:
     flags.add(values, "describe", "print the commands, train nothing", bool)
 
 
-def begin(given: dict[str, Any]) -> None:
+def begin(flag_values: dict[str, Any]) -> None:
     """Trains what is not finished, then writes the report.
 
     Raises:
@@ -36,14 +36,14 @@ def begin(given: dict[str, Any]) -> None:
     from experiments.settings.errors import FailedRunsError, UserError
     from experiments.sweep import plan, pool, report
 
-    if len(given["arguments"]) != 1:
+    if len(flag_values["arguments"]) != 1:
         raise UserError("name one file, such as adding.toml.")
-    path = Path(given["arguments"][0])
-    processes = given.get("processes", len(os.sched_getaffinity(0)))
+    path = Path(flag_values["arguments"][0])
+    processes = flag_values.get("processes", len(os.sched_getaffinity(0)))
     if not 1 <= processes <= 1024:
         raise UserError(f"--processes must be at least 1 and at most 1024, got {processes}.")
-    runs = plan.read(path, Path(given.get("directory", Path("runs", "sweep", path.stem))))
-    if given.get("describe"):
+    runs = plan.read(path, Path(flag_values.get("directory", Path("runs", "sweep", path.stem))))
+    if flag_values.get("describe"):
         print("\n".join(run.line for run in runs))
         return
     tables.claim(runs[0].workdir.parent, (*report.NAMES, "*.log"))

@@ -132,8 +132,8 @@ def _check_names(path: Path, content: Mapping[str, Any], known: set[str]) -> Non
             raise UserError(f"{path}: there is no {name!r}; known: {', '.join(sorted(known))}.")
 
 
-def _run(path: Path, experiment: Experiment, given: Flags, directory: Path) -> Run:
-    texts = [f"--{name}={_text(value)}" for name, value in given.items()]
+def _run(path: Path, experiment: Experiment, flag_values: Flags, directory: Path) -> Run:
+    texts = [f"--{name}={_text(value)}" for name, value in flag_values.items()]
     try:
         parsed = flags.parse(
             ["sweep", *texts], lambda values: flags.define_experiment(experiment, values)
@@ -141,13 +141,13 @@ def _run(path: Path, experiment: Experiment, given: Flags, directory: Path) -> R
         wanted = flags.wanted(experiment, parsed)
         if wanted.workdir or wanted.describe:
             raise UserError("--workdir and --describe are not for a sweep.")
-        if any(name in given for name in flags.OF_PROCESSES):
+        if any(name in flag_values for name in flags.OF_PROCESSES):
             raise UserError("a run of a sweep is one process.")
         config = resolve(experiment, wanted.protocol, wanted.settings)
     except (UserError, flags.flags.Error) as error:
         raise UserError(f"{path}: {' '.join(texts)}: {error}") from None
     label = f"{config.model.cell.replace(':', '.')}-{config.protocol}-{config.hash()}"
-    return Run(experiment, dict(given), config, directory / label)
+    return Run(experiment, dict(flag_values), config, directory / label)
 
 
 def _text(value: Any) -> str:

@@ -84,11 +84,11 @@ class Evaluation:
             streamed = not isinstance(data, Resident)
             read = self._read(data, index) if not isinstance(data, Resident) else resident
             at = self._mesh.place(np.int32(index))
-            part, stream, rows = jax.block_until_ready(
+            sums_of_window, stream, rows = jax.block_until_ready(
                 self._jits[streamed](params, stream, read, at)
             )
-            part = self._mesh.fetch(part)
-            sums = part if sums is None else jax.tree.map(np.add, sums, part)
+            sums_of_window = self._mesh.fetch(sums_of_window)
+            sums = sums_of_window if sums is None else jax.tree.map(np.add, sums, sums_of_window)
             outputs.append(self._mesh.fetch(rows))
         of_lanes = [
             self._task.scores(

@@ -123,9 +123,9 @@ class _Parts:
         del act
         start = index * self.rows
         first = jnp.minimum(start, self._examples - self.rows)
-        part = jax.tree.map(
+        batch = jax.tree.map(
             lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, self.rows, axis=1),
             data["sets"][self._name],
         )
         counts = first + jnp.arange(self.rows, dtype=first.dtype) >= start
-        return rows.of(part._replace(counts=counts[None]), 1), stream
+        return rows.of(batch._replace(counts=counts[None]), 1), stream

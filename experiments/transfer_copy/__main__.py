@@ -34,7 +34,7 @@ def define(values: FlagValues) -> None:
     add("detach_probs", "several with commas, instead of --detach_prob; each is a run", float)
 
 
-def begin(given: dict[str, Any]) -> None:
+def begin(flag_values: dict[str, Any]) -> None:
     """Trains or reads the runs and evaluates them, or describes what would be trained.
 
     Raises:
@@ -42,37 +42,37 @@ def begin(given: dict[str, Any]) -> None:
     """
     from experiments.command import flags
 
-    if "delays" in given:
-        flags.distinct("delays", given["delays"])
-    if "copy_workdir" in given:
-        _evaluate(given)
+    if "delays" in flag_values:
+        flags.distinct("delays", flag_values["delays"])
+    if "copy_workdir" in flag_values:
+        _evaluate(flag_values)
     else:
-        _train(given)
+        _train(flag_values)
 
 
-def _evaluate(given: dict[str, Any]) -> None:
+def _evaluate(flag_values: dict[str, Any]) -> None:
     from experiments.command import flags, runs
     from experiments.transfer_copy import study
 
-    for name in given:
+    for name in flag_values:
         if name not in _OF_EVALUATION:
             raise UserError(f"--{name} is for training: --copy_workdir trains nothing.")
-    workdirs = [Path(workdir) for workdir in given["copy_workdir"]]
+    workdirs = [Path(workdir) for workdir in flag_values["copy_workdir"]]
     flags.distinct("copy_workdir", [workdir.resolve() for workdir in workdirs])
-    delays = given.get("delays", ())
+    delays = flag_values.get("delays", ())
     finished = study.finished_runs(workdirs)
     configs = [one.config for one in finished.values()]
     study.check(configs, delays)
     default = runs.directory(TRANSFER_COPY.name, "finished", configs)
-    study.evaluate(finished, delays, Path(given.get("workdir", default)))
+    study.evaluate(finished, delays, Path(flag_values.get("workdir", default)))
 
 
-def _train(given: dict[str, Any]) -> None:
+def _train(flag_values: dict[str, Any]) -> None:
     from experiments.command import flags, runs
     from experiments.settings.resolver import resolve
     from experiments.transfer_copy import study
 
-    wanted = flags.wanted(TRANSFER_COPY, given)
+    wanted = flags.wanted(TRANSFER_COPY, flag_values)
     settings = wanted.settings
     delays = settings.pop("delays", ())
     flags.exclude(settings, "detach_prob", "detach_probs")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from experiments import catalog
 from experiments.catalog import EXPERIMENTS
 from experiments.copy.settings import COPY
 from experiments.settings.config import identity_defaults
@@ -12,7 +13,7 @@ from experiments.settings.resolver import explain, resolve
 from experiments.settings.sources import TORCH_CELLS
 from experiments.training import loop
 from experiments.transfer_copy.settings import TRANSFER_COPY
-from tests.experiments.support import tiny
+from tests.experiments.support import ROOT, tiny
 
 SIZES = {"gato": (1024, 5), "ur": (256, 10), "hdetach": (128, 1), "small": (128, 5)}
 CONSTANT = {  # embedding and decoder, by hand
@@ -245,3 +246,7 @@ _OUTSIDE = ("model.backend", "training.steps")
 def test_unknown_protocol_names_the_known():
     with pytest.raises(UserError, match="'paper'; known: gato, ur, hdetach, small"):
         resolve(COPY, "paper", {})
+
+
+def test_the_page_of_settings_is_what_the_catalog_prints():
+    assert (ROOT / "docs" / "SETTINGS.md").read_text() == catalog.page()

@@ -1,6 +1,8 @@
 """What several test files share: how two trees are compared, and random parameters of a cell."""
 
 import functools
+import runpy
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -113,3 +115,12 @@ def count_traces(function):
         return function(*args, **kwargs)
 
     return counted, traces
+
+
+def run_as_main(patch, module, argv):
+    """Runs a module as ``python -m`` does, in this process; ``patch`` is pytest's MonkeyPatch."""
+    patch.setattr(sys, "argv", [module, *argv])
+    for name in (module, f"{module}.__main__"):  # a test may have imported what is to run
+        if not hasattr(sys.modules.get(name), "__path__"):
+            patch.delitem(sys.modules, name, raising=False)
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

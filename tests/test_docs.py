@@ -9,10 +9,8 @@ import io
 import json
 import os
 import re
-import runpy
 import shlex
 import signal
-import sys
 from pathlib import Path
 
 import jax
@@ -28,6 +26,7 @@ from recurrent_gates import (
     interop,
     testing,
 )
+from tests.support import run_as_main
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -55,7 +54,8 @@ def test_python_blocks_run_in_order(path):
     namespace = {"__name__": "__main__"}
     for line, code in blocks(path.read_text(), "python"):
         # Blank lines in front, so that a traceback names the page's own lines.
-        exec(compile("\n" * (line - 1) + code, str(path), "exec"), namespace)
+        with jax.numpy_dtype_promotion("standard"):  # as a user has it; optax needs it
+            exec(compile("\n" * (line - 1) + code, str(path), "exec"), namespace)
 
 
 def test_every_block_says_its_language():
@@ -78,12 +78,11 @@ def commands():
 def output(module, *arguments):
     """What a program prints, run in this process as ``python -m`` runs it."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
-        patch.setattr(sys, "argv", [module, *arguments])
         patch.setattr(signal, "signal", lambda *_: None)
         for name in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"):
             patch.setenv(name, os.environ.get(name, ""))  # put back afterwards
         with jax.numpy_dtype_promotion("standard"), pytest.raises(SystemExit) as ended:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            run_as_main(patch, module, arguments)
     assert not ended.value.code, f"{module} {' '.join(arguments)}"
     return out.getvalue()
 

@@ -1,9 +1,7 @@
 """Settings of the experiments' tests."""
 
 import os
-import runpy
 import signal
-import sys
 import types
 
 import jax
@@ -11,6 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments.machine import processes
+from tests.support import run_as_main
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -65,10 +64,8 @@ def program(monkeypatch, capsys):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # put back afterwards
 
     def run(module, *argv):
-        monkeypatch.setattr(sys, "argv", [module, *argv])
-        monkeypatch.delitem(sys.modules, f"{module}.__main__", raising=False)
         with pytest.raises(SystemExit) as ended:
-            runpy.run_module(module, run_name="__main__")
+            run_as_main(monkeypatch, module, argv)
         return (ended.value.code or 0, *capsys.readouterr())
 
     return run

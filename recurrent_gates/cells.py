@@ -277,8 +277,8 @@ def gru_step(
       z_t: ``linear_project(params, x_t, gate=gate.tie(), separate=("u",) if reset == "after"
         else ())``.
       gate: how f (torch's z) and i are made; it is tied as ``Gate.tie`` says.
-      reset: ``"after"`` the recurrent product (torch), ``"before"`` it (Cho, the lecture,
-        UR-gates) or False.
+      reset: ``"after"`` the recurrent product (torch), ``"before"`` it (Cho, the lecture, GATO's
+        App. E) or False.
       activation: of the candidate u.
 
     Returns:
@@ -467,7 +467,8 @@ CELLS = _registry()
 """Name -> factory ``(features, **fields) -> Cell``.
 
 ``lstm gru janet rnn exploding gato gato1 gato2 on_lstm`` and ``{c,u,o,r,ur,cr,or,om,um,cm}_``
-times ``{lstm,gru,janet}``; every gated GRU resets before the product, as UR-gates does.
+times ``{lstm,gru,janet}``; every gated GRU resets before the product, as the later code of
+UR-gates' authors does: the paper prints no GRU equations.
 Gated factories also take the gate's ``forget_bias downsize tmax bias_mode refine_bias``;
 GATO's take ``rate`` (lambda) and, with two layers, ``hidden`` (k).
 """

@@ -81,7 +81,7 @@ def chrono_unknown(lower: float | None = None) -> TimescaleLaw:
 
     Args:
       lower: where the density begins. The table does not say; by default where its tail
-        is that of the law that is drawn from (``chrono_drawn``), log(1.35) / log(x).
+        is that of the law that is drawn from (``chrono_drawn``), log(1.3434) / log(x).
     """
     log_lower = math.log(lower) if lower is not None else 1 / _chrono_terms()[1]
 

@@ -64,6 +64,7 @@ def test_chrono_as_drawn_is_its_sum():
     tail = theory.chrono_unknown()
     np.testing.assert_allclose(1 - law.cdf(x), 1 - tail.cdf(x), rtol=1e-4)
     np.testing.assert_allclose(tail.cdf(1.3), 0.0, atol=0)
+    np.testing.assert_allclose(tail.quantile(0.0), 1.3434, atol=5e-5)  # as its docstring says
 
 
 def test_refining_pulls_periods_to_the_middle():

@@ -24,7 +24,7 @@ _GATO_ADDING = {
     "held_out_sequences": Sourced(1000, "GATO 5.3"),
     "hidden_size": Sourced(512, "GATO 5.3"),
     "embedding": Sourced(0, "GATO 5.3: no embeddings"),
-    "decoder": Sourced((256,), "GATO 5.3: one hidden layer of size 256; ReLU is ours"),
+    "decoder": Sourced((256,), "GATO 5.3: one hidden layer of size 256; ours: a ReLU"),
     "steps": Sourced(3125, "GATO 5.3: 200,000 examples, in batches of 64"),
     "batch_size": Sourced(64, "GATO B.5"),
     "learning_rates": Sourced((4e-3,), "GATO B.3"),
@@ -34,7 +34,7 @@ _GATO_ADDING = {
 }
 UR_ADDING = {
     "cell": Sourced("ur_lstm", "UR 3.1"),
-    "length": Sourced(2000, "UR Figure 3: N = 2000"),
+    "length": Sourced(2000, "UR Figure 3: length 2000"),
     "held_out_sequences": Sourced(1000, "ours: as in GATO 5.3"),
     "hidden_size": Sourced(256, "UR D.1"),
     "embedding": Sourced(0, "ours: the inputs are numbers"),
@@ -42,7 +42,7 @@ UR_ADDING = {
     "steps": Sourced(20_000, "ours: not in the paper"),
     "batch_size": Sourced(64, "ours: not in the paper"),
     "learning_rates": Sourced((1e-3,), "UR D.1"),
-    "clip_norm": Sourced(1.0, "UR D.1: clipped at 1.0; by the global norm is ours"),
+    "clip_norm": Sourced(1.0, "UR D.1: clipped at 1.0; ours: by the global norm"),
     "eval_every": Sourced(250, "ours: 80 points on the curve"),
 }
 

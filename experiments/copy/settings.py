@@ -52,7 +52,7 @@ _GATO_COPY = {
     "headline": Sourced("copied_token_probability", "GATO Figure 1"),
     "hidden_size": Sourced(1024, "GATO 5.2"),
     "embedding": Sourced(5, "GATO 5.2 prints 4; the parameter counts are those of 5"),
-    "decoder": Sourced((256,), "GATO 5.2: one hidden layer of size 256; ReLU is ours"),
+    "decoder": Sourced((256,), "GATO 5.2: one hidden layer of size 256; ours: a ReLU"),
     "steps": Sourced(31_250, "GATO 5.2: 1 million training points, in batches of 32"),
     "batch_size": Sourced(32, "GATO B.5"),
     "learning_rates": Sourced((4e-3,), "GATO B.3"),
@@ -71,7 +71,7 @@ _PROTOCOLS = {
             "layout": Sourced("cue", "UR 3.1: the last ten tokens are 9"),
             "symbols": Sourced(8, "UR 3.1: {1, ..., 8}"),
             "tokens": Sourced(10, "UR 3.1"),
-            "length": Sourced(500, "UR Figure 3: length 500; that these are the blanks is ours"),
+            "length": Sourced(500, "UR Figure 3: length 500; ours: of the blanks, not N + 20"),
             "loss_on": Sourced("copied", "UR D.1: only over the last 10 output tokens"),
             "inputs": Sourced(
                 "one_hot", "ours: UR says digits and not how they enter; see --inputs=scalar"
@@ -85,7 +85,7 @@ _PROTOCOLS = {
             "steps": Sourced(50_000, "ours: not in the paper"),
             "batch_size": Sourced(64, "ours: not in the paper"),
             "learning_rates": Sourced((1e-3,), "UR D.1"),
-            "clip_norm": Sourced(1.0, "UR D.1: clipped at 1.0; by the global norm is ours"),
+            "clip_norm": Sourced(1.0, "UR D.1: clipped at 1.0; ours: by the global norm"),
             "eval_every": Sourced(500, "ours: 100 points on the curve"),
         },
         cells=LIBRARY_CELLS,
@@ -114,6 +114,7 @@ _PROTOCOLS = {
             "keep_best": Sourced(
                 True, "h-detach code: by the same set; Table 1 is of its best_model"
             ),
+            "ties": Sourced("last", "h-detach code: copying.py keeps what is at least as good"),
         },
         cells=HDETACH_CELLS,
     ),

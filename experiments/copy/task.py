@@ -147,7 +147,11 @@ class CopyTask(CopySettings, SupervisedTask):
 
     def load(self) -> dict[str, jax.Array]:
         """``{"tokens": [n, held-out] int32, "codes": their sorted codes}``."""
-        keys = jax.random.split(jax.random.key(_HELD_OUT_KEY), self.held_out_sequences)
+        return self.drawn(_HELD_OUT_KEY)
+
+    def drawn(self, seed: int) -> dict[str, jax.Array]:
+        """What ``load`` returns, of sequences drawn from a seed."""
+        keys = jax.random.split(jax.random.key(seed), self.held_out_sequences)
         tokens = jax.vmap(self._draw, out_axes=1)(keys)
         return {"tokens": tokens, "codes": jnp.sort(_code(tokens))}
 

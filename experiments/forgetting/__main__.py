@@ -1,6 +1,8 @@
 """Unlearn saturated forget gates while learning to add: ``python -m experiments.forgetting``.
 
-Trains an LSTM, an R-LSTM and a UR-LSTM, then compares the timescales of their units.
+Trains an LSTM, a U-LSTM, an R-LSTM and a UR-LSTM, then compares the timescales of their units.
+Where forget gates start at 1, R and UR close the input gate, i = 1 - g, and the LSTM leaves it half
+open: the U-LSTM, f at +6 and i at -6 without a refine gate, tells the two causes apart.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from experiments.forgetting.settings import FORGETTING
 if TYPE_CHECKING:
     from absl.flags import FlagValues
 
-CELLS = ("lstm", "r_lstm", "ur_lstm")
+CELLS = ("lstm", "u_lstm", "r_lstm", "ur_lstm")  # UR E.1 but for u_lstm, the control: ours
 
 
 def define(values: FlagValues) -> None:

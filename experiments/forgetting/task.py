@@ -18,7 +18,11 @@ from recurrent_gates import RNN, Cell, Gate, Stack
 
 @dataclasses.dataclass(frozen=True)
 class SaturatedGate(Gate):
-    """A gate whose forget bias starts at ``forget_bias``, also where it would be drawn."""
+    """A gate whose forget bias starts at ``forget_bias``, also where it would be drawn.
+
+    So no unit's timescale is drawn: a UR gate is R with a second trainable bias beside the linear
+    one, and U a plain gate with one that opens f and closes i.
+    """
 
     def init(self, key: jax.Array, features: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
         drawn = super().init(key, features, dtype)

@@ -52,15 +52,15 @@ _UR_PIXELS = {
     "validation_last": Sourced(False, "ours: drawn with seed 42, as the authors' later code"),
     "data_dir": Sourced(None, "ours: the data are the user's"),
     "hidden_size": Sourced(512, "UR D.2: Table 2"),
-    "embedding": Sourced(0, "UR D.2: the pixels themselves"),
-    "decoder": Sourced((256,), "UR D.2: one ReLU layer of 256"),
+    "embedding": Sourced(0, "UR 3.2: the pixels of an image; ours: divided by 255"),
+    "decoder": Sourced((256,), "UR D.2: one ReLU layer of 256; ours: of the last output alone"),
     "epochs": Sourced(Depends("dataset", {"scifar10": 100, "*": 150}), "UR D.2"),
     "steps": Sourced(Epochs("epochs"), "UR D.2"),
     "batch_size": Sourced(50, "UR D.2"),
     "learning_rates": Sourced(
         Depends("cell", {"*gru": (2e-4, 5e-4), "*": (2e-4, 5e-4, 1e-3, 2e-3)}), "UR D.2: the sweep"
     ),
-    "clip_norm": Sourced(1.0, "UR D.2: clipped at 1.0; by the global norm is ours"),
+    "clip_norm": Sourced(1.0, "UR D.2: clipped at 1.0; ours: by the global norm"),
     "eval_every": Sourced(Epochs(1), "ours: after each epoch"),
     "keep_best": Sourced(True, "UR D.2: the highest validation score"),
 }
@@ -73,8 +73,13 @@ _UR_WIDE = Depends(
     },
 )
 _UR_ZONEOUT = {
-    "zoneout_c": Sourced(Depends("cell", {"*lstm": 0.5, "*": 0.0}), "UR D.2"),
-    "zoneout_h": Sourced(Depends("cell", {"*lstm": 0.05, "*gru": 0.1, "*": 0.0}), "UR D.2"),
+    "zoneout_c": Sourced(
+        Depends("cell", {"*lstm": 0.5, "*": 0.0}), "UR D.2, of the LSTM; ours: no other cell"
+    ),
+    "zoneout_h": Sourced(
+        Depends("cell", {"*lstm": 0.05, "*gru": 0.1, "*": 0.0}),
+        "UR D.2: z of the LSTM and the GRU; ours: no other cell",
+    ),
 }
 
 _PROTOCOLS = {

@@ -68,9 +68,9 @@ class PixelsTask(PixelsSettings, SupervisedTask):
     """The class of an image, read pixel by pixel, all channels of a pixel at once.
 
     An epoch is a pass over the training images in an order of its own, decided by the seed; a
-    last batch that would not be full is left out. The class is read from the last output:
-    UR-gates' head acts on every output by itself and only the last one counts, so here it acts
-    on the last one alone, which is the same function and gradient.
+    last batch that would not be full is left out. The class is read from the last output: in
+    UR-gates the head acts on every output by itself, and which of them count is not said (ours:
+    the last one alone). Pixels are divided by their maximum, 255 (ours; h-detach's code does so).
     """
 
     name = "pixels"

@@ -15,6 +15,7 @@ from typing import IO, Any
 import jax
 
 from experiments.records.storage import cannot_write, no_writing, reason, written
+from experiments.settings.cells import cells_own
 from experiments.settings.config import Config, identity_defaults
 from experiments.settings.errors import StorageError, UserError
 
@@ -198,6 +199,9 @@ class Workdir:
         new = config.identity()
         defaults = identity_defaults(config.task)  # an earlier version did not have them yet
         recorded, old = old, {name: defaults[name] for name in new if name in defaults} | old
+        for name, value in cells_own(config.model).items():  # which one did not record as such
+            if f"model.{name}" in old and old[f"model.{name}"] is None:
+                old[f"model.{name}"] = value
         different = [name for name in {**new, **old} if old.get(name) != new.get(name)]
         if recorded.keys() < new.keys() and any(old.get(name) is None for name in different):
             raise EarlierVersionError(self.path)  # it left more settings to the cell

@@ -18,6 +18,13 @@ from recurrent_gates import initializers
 _INITIALIZERS = ("kernel_init", "recurrent_kernel_init", "bias_init")
 _STANDARD = rg.GATES["standard"]
 
+# Of what a cell decides and a protocol does not.
+OWN_SOURCES = {
+    "forget_bias": "ours: UR Listing 1 is of the plain LSTM; R starts at 1, too, the GRU at 0",
+    "refine_bias": "UR Listing 2: -b beside f's b; the authors' later code has none",
+    "reset": "ours: as the authors' later code, before the product",
+}
+
 
 def bare_cell(name: str, hidden_size: int) -> rg.Cell:
     """The cell of a name in ``CELLS`` or of ``module:Class``, with its own settings.
@@ -114,6 +121,13 @@ def left_to_protocols(cell: rg.Cell, name: str) -> bool:
     if name == "reset":
         return getattr(cell, "reset", None) == "after"
     return True
+
+
+def cells_own(model: ModelSettings) -> dict[str, Any]:
+    """The settings of a model's cell that no protocol decides, with the cell's own values."""
+    cell = bare_cell(model.cell, model.hidden_size)
+    own = own_settings(cell)
+    return {name: value for name, value in own.items() if not left_to_protocols(cell, name)}
 
 
 def feedback(cell: rg.Cell) -> str:

@@ -14,6 +14,7 @@ from experiments.settings.model import CarrySettings, ModelSettings
 from experiments.settings.optimization import TrainingSettings
 
 _NO_MATHEMATICS = ("model.backend", "task.data_dir")
+_NEWER = ("training.ties",)  # than runs whose default directories should be found again
 _SEEDS = 2**31  # a seed is an int32
 
 
@@ -73,8 +74,15 @@ class Config:
         return {name: value for name, value in flat.items() if name not in without}
 
     def hash(self) -> str:
-        """8 hexadecimal digits of the identity."""
-        text = json.dumps(self.identity(), sort_keys=True)
+        """8 hexadecimal digits of the identity: the same as before a newer setting existed, where
+        that has its default."""
+        defaults, identity = identity_defaults(self.task), self.identity()
+        older = {
+            name: value
+            for name, value in identity.items()
+            if name not in _NEWER or value != defaults[name]
+        }
+        text = json.dumps(older, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     def check(self) -> None:

@@ -33,7 +33,9 @@ class ModelSettings:
         choices=("torch", "library"),
     )
     bias_vectors: int | None = setting("bias vectors: 1, or 2 as torch has", least=1, most=2)
-    forget_bias: float | None = setting("where the bias of a plain forget gate starts")
+    forget_bias: float | None = setting(
+        "where the bias of a sigmoid forget gate starts, of a plain or a refined one (R)"
+    )
     reset: str | None = setting(
         "where a GRU's reset gate acts, before or after the recurrent product",
         choices=("before", "after"),

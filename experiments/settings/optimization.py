@@ -74,6 +74,11 @@ class TrainingSettings:
         "report the parameters that scored best, not the last",
         Sourced(False, "ours: the curves show the last parameters, so does the result"),
     )
+    ties: str = setting(
+        "which of equally good parameters are the best: those that came first, or last",
+        Sourced("first", "h-detach's pixelmnist.py asks for better ones; ours: UR does not say"),
+        choices=("first", "last"),
+    )
 
     @property
     def reports_best(self) -> bool:

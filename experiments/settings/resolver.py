@@ -117,6 +117,8 @@ def _check_effect(
     fields.check_effect(overrides, settings, known)
     if "detach_state" in overrides and not (settings["detach_prob"] or settings["damp_prob"]):
         raise UserError("--detach_state has no effect without --detach_prob or --damp_prob.")
+    if "ties" in overrides and not (settings["keep_best"] or settings["patience"]):
+        raise UserError("--ties has no effect without --keep_best or --patience.")
     if overrides.get("keep_best") is False and settings["patience"]:
         raise UserError("--keep_best=false contradicts --patience, which reports the best ones.")
 
@@ -170,7 +172,7 @@ def explain(experiment: Experiment, config: Config) -> dict[str, dict[str, Any]]
       experiment: what is trained.
       config: as ``resolve`` made it.
     """
-    from experiments.settings.cells import bare_cell, left_to_protocols
+    from experiments.settings.cells import OWN_SOURCES, bare_cell, left_to_protocols
 
     sourced = experiment.values(config.protocol)
     cell = bare_cell(config.model.cell, config.model.hidden_size)
@@ -185,7 +187,8 @@ def explain(experiment: Experiment, config: Config) -> dict[str, dict[str, Any]]
         elif name in family and left_to_protocols(cell, name):
             source = family[name].source
         else:
-            source = sourced[name].source if name in sourced else "the cell's own"
+            own = OWN_SOURCES.get(name, "the cell's own")
+            source = sourced[name].source if name in sourced else own
         explained[one.flag] = {"value": values[name], "meaning": one.meaning, "source": source}
     return explained
 

@@ -333,10 +333,14 @@ class Learner:
             value = scores[metric.name] if metric.higher_is_better else -scores[metric.name]
             patience = self._config.training.patience
             running = (best.stale < patience) if patience else jnp.bool_(True)
-            better = running & (state.diverged_at < 0) & (value > best.value)
+            alive = running & (state.diverged_at < 0)
+            better = alive & (value > best.value)
+            kept = better
+            if self._config.training.ties == "last":  # what is as good is kept, but not news
+                kept = alive & (value >= best.value)
             best = Best(
                 params=jax.tree.map(
-                    lambda new, old: jnp.where(better, new, old), state.params, best.params
+                    lambda new, old: jnp.where(kept, new, old), state.params, best.params
                 ),
                 value=jnp.where(better, value, best.value),
                 stale=jnp.where(better, 0, best.stale + 1),

@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from experiments.command import runs, tables
 from experiments.command.runs import Finished
 from experiments.copy.settings import COPY
+from experiments.copy.task import CopyTask
 from experiments.records.reporting import say
 from experiments.settings.config import Config
 from experiments.settings.errors import UserError
@@ -22,6 +24,19 @@ from experiments.transfer_copy import figure
 
 _REPORTS = ("transfer.*", "figures")
 FACTORS = (2, 4, 5, 10, 20, 50)  # h-detach: trained at 100, evaluated at 200 ... 5000
+SEQUENCES = 5000  # h-detach code: transfer_copy.py draws so many for each delay
+_FRESH_KEY = 0xF4E5  # of these sequences: the same for all runs and delays
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FreshCopyTask(CopyTask):
+    """Copying, scored on other sequences than those that chose the best parameters.
+
+    They are drawn as A is, and may be ones of the training set, as in the published code.
+    """
+
+    def load(self) -> dict[str, jax.Array]:
+        return self.drawn(_FRESH_KEY)
 
 
 def finished_runs(workdirs: Sequence[Path]) -> dict[str, Finished]:
@@ -73,7 +88,8 @@ def _delays(configs: Sequence[Config], delays: Sequence[int]) -> tuple[int, ...]
 
 
 def _at_delay(config: Config, delay: int) -> Config:
-    task = dataclasses.replace(config.task, length=delay, loss_on="copied")
+    changes = {"length": delay, "loss_on": "copied", "held_out_sequences": SEQUENCES}
+    task = FreshCopyTask(**dataclasses.asdict(config.task) | changes)
     return dataclasses.replace(config, task=task)
 
 
@@ -155,9 +171,9 @@ def evaluate(
 
 
 def accuracies(finished: Finished, delay: int) -> list[float | None]:
-    """Accuracy of each lane on the copied tokens of the held-out sequences; None: diverged.
+    """Accuracy of each lane on the copied tokens of ``SEQUENCES`` fresh ones; None: diverged.
 
-    No training sequence has the tokens of a held-out one.
+    The published code draws them anew, too: the held-out ones chose the parameters.
     """
     learner = Learner(_at_delay(finished.config, delay))
     learner.load()

@@ -143,6 +143,8 @@ BAD = {
     "--weight_decay=-1": "--weight_decay must be at least 0, got -1",
     "--clip_value=-1": "--clip_value must be at least 0, got -1",
     "--patience=-1": "--patience must be at least 0",
+    "--ties=last": "--ties has no effect without --keep_best or --patience.",
+    "--keep_best --ties=none": "--ties=none: it must be one of first, last",
     "--keep_best=maybe": "--keep_best=maybe: it must be true or false",
     "--layers=65": "--layers must be at least 1 and at most 64, got 65",
     "--layer_dropout=0.5": "has no effect with --layers=1: it needs --layers of at least 2.",
@@ -233,7 +235,7 @@ def test_help_of_one_flag():
 
     assert of("forget_bias") == [
         "--forget_bias=FORGET_BIAS",
-        "where the bias of a plain forget gate starts",
+        "where the bias of a sigmoid forget gate starts, of a plain or a refined one (R)",
         "a finite number; default: by the cell",
     ]
     assert of("eval_every")[2] == "at least 1; default: 1 epochs"

@@ -44,7 +44,10 @@ def start(*argv):
 
 @pytest.mark.parametrize(
     ("name", "bias"),
-    [("lstm", 6.0), ("r_lstm", 6.0), ("ur_lstm", 6.0), ("ur_lstm", 2.0), ("c_lstm", 6.0)],
+    [
+        *[("lstm", 6.0), ("r_lstm", 6.0), ("ur_lstm", 6.0), ("ur_lstm", 2.0)],
+        *[("u_lstm", 6.0), ("c_lstm", 6.0)],
+    ],
 )
 def test_every_unit_starts_saturated(name, bias):
     cell = saturate(CELLS[name](8), bias)
@@ -56,9 +59,31 @@ def test_every_unit_starts_saturated(name, bias):
     np.testing.assert_allclose(gates["i"], np.full(8, i), rtol=1e-4)
 
 
-def test_the_bias_drawn_before_is_still_trained():
-    params = saturate(CELLS["ur_lstm"](8), 6.0).init_params(jax.random.key(0), 2)
+@pytest.mark.parametrize("name", ["u_lstm", "ur_lstm"])
+def test_the_bias_drawn_before_is_still_trained(name):
+    params = saturate(CELLS[name](8), 6.0).init_params(jax.random.key(0), 2)
     np.testing.assert_array_equal(params["gate"]["b"], np.full(8, 6.0))
+
+
+def test_a_saturated_ur_gate_is_r_with_a_second_bias():
+    """The same function from the same start: all that differs is that two biases are trained."""
+    pre = dict(zip("fr", jax.random.normal(jax.random.key(1), (2, 8)), strict=True))
+    r, ur = (saturate(CELLS[name](8), 6.0) for name in ("r_lstm", "ur_lstm"))
+    start = r.init_params(jax.random.key(0), 2)["bias"]["f"]
+    np.testing.assert_array_equal(start, np.full(8, 6.0))
+    own = ur.gate.init(jax.random.key(0), 8)
+    for of_r, of_ur in zip(
+        r.gate({}, {**pre, "f": pre["f"] + start}), ur.gate(own, pre), strict=True
+    ):
+        np.testing.assert_array_equal(of_r, of_ur)
+
+
+def test_the_control_trains_f_up_and_i_down_without_a_refine_gate():
+    cell = saturate(CELLS["u_lstm"](8), 6.0)
+    params = cell.init_params(jax.random.key(0), 2)
+    assert set(params["bias"]) == set(saturate(CELLS["lstm"](8), 6.0).gate.slots(8)) | {"u", "o"}
+    f, i = cell.gate(params["gate"], dict.fromkeys("fi", jnp.zeros(8)))
+    np.testing.assert_allclose((f, i), jax.nn.sigmoid(jnp.array([[6.0] * 8, [-6.0] * 8])))
 
 
 @pytest.mark.parametrize("name", ["o_lstm", "om_lstm", "um_lstm", "rnn", "gato"])
@@ -216,7 +241,7 @@ def test_a_cell_of_the_users_own_has_a_directory_of_its_own(monkeypatch, tmp_pat
 @pytest.mark.parametrize(
     ("argv", "cells"),
     [
-        ([], ["lstm", "r_lstm", "ur_lstm"]),
+        ([], ["lstm", "u_lstm", "r_lstm", "ur_lstm"]),
         (["--cell=c_lstm"], ["c_lstm"]),
         (["--cells=lstm,cr_lstm"], ["lstm", "cr_lstm"]),
     ],
@@ -237,7 +262,7 @@ def test_where_a_study_goes(monkeypatch, tmp_path):
     start("--steps=9", "--protocol=ur")
     assert str(calls[0][1]).startswith("runs/forgetting/small-")
     assert str(calls[1][1]).startswith("runs/forgetting/ur-")
-    assert list(calls[0][0]) == ["lstm", "r_lstm", "ur_lstm"]
+    assert list(calls[0][0]) == ["lstm", "u_lstm", "r_lstm", "ur_lstm"]
 
 
 BAD = {

@@ -289,15 +289,18 @@ class LevelTask(DriftTask):
         return {"loss": error, "mse": jnp.zeros_like(error)}
 
 
-def test_of_equal_scores_the_first_is_the_best():
-    learner = Learner(drift(LevelTask(), patience=3))
+@pytest.mark.parametrize("ties", ["first", "last"])
+def test_of_equal_scores_the_first_or_the_last_is_the_best(ties):
+    """Neither is news: patience ends alike."""
+    learner = Learner(drift(LevelTask(), patience=3, ties=ties))
     learner.prepare()
     state, _ = learner.evaluate(learner.initial())
     for step in range(3):
         state = learner.advance(state, step, step + 1)
         state, _ = learner.evaluate(state)
-        assert float(state.params["position"]) > 0
-        assert float(state.best.params["position"]) == 0
+        position = float(state.params["position"])
+        assert position > 0
+        assert float(state.best.params["position"]) == (0 if ties == "first" else position)
         assert int(state.best.stale) == step + 1
         np.testing.assert_array_equal(learner.stopped(state), [step == 2])
 

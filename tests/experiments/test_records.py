@@ -444,11 +444,32 @@ def test_a_run_of_an_earlier_version_is_read_and_does_not_go_on(run, capsys):
     (run / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"forget_bias is 0\.5 there"):
         loop.run(tiny(), run)
-    config["identity"]["model.forget_bias"] = None  # the cell's, without its number
+    config["identity"] |= {"model.forget_bias": 0, "model.bias_vectors": None}  # the cell's then
     del config["identity"]["training.schedule"]
     (run / "config.json").write_text(json.dumps(config))
     with pytest.raises(EarlierVersionError):
         loop.run(tiny(), run)
+
+
+def test_a_run_that_left_its_forget_bias_to_an_r_gate_goes_on(tmp_path):
+    """An earlier version recorded null for the cell's own 1; of a plain gate it is no number."""
+    for cell, goes_on in (("r_lstm", True), ("lstm", False)):
+        path = tmp_path / cell
+        with contextlib.closing(Workdir(path)) as work:
+            work.claim(tiny(cell=cell))
+        recorded = json.loads((path / "config.json").read_text())
+        assert recorded["identity"]["model.forget_bias"] == (1 if goes_on else 0)
+        recorded["identity"]["model.forget_bias"] = None
+        (path / "config.json").write_text(json.dumps(recorded))
+        with contextlib.closing(Workdir(path)) as work:
+            if goes_on:
+                work.claim(tiny(cell=cell))
+            with pytest.raises(UserError, match=r"forget_bias is \S+ there and 2\.0 here") as error:
+                work.claim(tiny(cell=cell, forget_bias=2.0))
+            assert one_sentence(error)
+    refused = pytest.raises(UserError, match=r"forget_bias is None there and 0\.0 here")
+    with contextlib.closing(Workdir(tmp_path / "lstm")) as work, refused:
+        work.claim(tiny(cell="lstm"))
 
 
 def test_a_kill_between_an_evaluation_and_its_checkpoint_changes_nothing(

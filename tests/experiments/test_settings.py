@@ -1,12 +1,17 @@
 """Every protocol's settings and parameter counts, and what makes a run another run."""
 
+import hashlib
 import json
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from experiments import catalog
 from experiments.catalog import EXPERIMENTS
 from experiments.copy.settings import COPY
+from experiments.settings.cells import OWN_SOURCES, build_cell
 from experiments.settings.config import identity_defaults
 from experiments.settings.errors import UserError
 from experiments.settings.resolver import explain, resolve
@@ -104,7 +109,7 @@ EXPECTED = {
         "model": {"cell": "lstm", "hidden_size": 128, "decoder": [], "bias_vectors": 2}
         | {"init": "torch", "forget_bias": 0},
         "training": {"batch_size": 100, "learning_rates": [1e-3], "steps": 600_000}
-        | {"clip_norm": 1, "eval_every": 1000},
+        | {"clip_norm": 1, "eval_every": 1000, "keep_best": True, "ties": "last"},
         "carry": {"detach_prob": 0.25, "detach_state": "h", "detach_per_example": False},
     },
 }
@@ -130,6 +135,7 @@ def test_settings_are_the_papers(protocol):
         ("ur", "ur_gru", {"reset": "before", "forget_bias": None}),
         ("gato", "ur_gru", {"reset": "before", "bias_vectors": 2, "init": "torch"}),
         ("hdetach", "r_lstm", {"forget_bias": 1, "bias_vectors": 2}),
+        ("gato", "r_gru", {"forget_bias": 1}),
         ("ur", "c_lstm", {"tmax": 256, "downsize": None}),
         ("ur", "cm_gru", {"tmax": 256, "downsize": 16}),
         ("ur", "um_lstm", {"tmax": None, "downsize": 16, "lambda_": None}),
@@ -139,6 +145,71 @@ def test_settings_are_the_papers(protocol):
 def test_a_cell_gets_the_settings_that_it_has(protocol, cell, expected):
     model = resolve(COPY, protocol, {"cell": cell}).resolved()["model"]
     assert {name: model[name] for name in expected} == expected
+
+
+def started(**settings):
+    """The parameters that a cell of two inputs starts with."""
+    model = resolve(COPY, "ur", {"hidden_size": 16} | settings).model
+    return build_cell(model).init_params(jax.random.key(0), 2)
+
+
+@pytest.mark.parametrize("cell", ["lstm", "r_lstm", "r_gru", "r_janet", "janet"])
+def test_the_forget_bias_is_where_the_bias_starts(cell):
+    """And no other bias moves."""
+    one, other = (started(cell=cell, forget_bias=value)["bias"] for value in (3.0, -1.0))
+    slots = [name for name in one if not np.array_equal(one[name], other[name])]
+    assert slots == ["f"]
+    np.testing.assert_allclose(one[slots[0]] - other[slots[0]], np.full(16, 4.0), rtol=1e-6)
+
+
+def test_refine_gates_start_at_minus_b_or_at_zero():
+    """With the bias alone, r = sigmoid(-b) as Listing 2 prints, or 1/2."""
+    for refine_bias, sign in (("negative", -1.0), ("zero", 0.0)):
+        model = resolve(COPY, "ur", {"hidden_size": 16, "refine_bias": refine_bias}).model
+        gate = build_cell(model).gate
+        b = jnp.linspace(-2.0, 2.0, 16)
+        zeros = dict.fromkeys(("f", "r"), jnp.zeros(16))
+        f, r = jax.nn.sigmoid(b), jax.nn.sigmoid(sign * b)
+        np.testing.assert_allclose(
+            gate({"b": b}, zeros)[0], 2 * r * f + (1 - 2 * r) * f**2, rtol=1e-6
+        )
+
+
+def test_init_is_torchs_or_the_librarys():
+    """Torch draws every parameter from U(±1/sqrt(F)), biases too; here F = 16."""
+    torch, own = (started(cell="lstm", init=name, forget_bias=0.0) for name in ("torch", "library"))
+    for leaf in jax.tree.leaves(torch):
+        assert 0.2 < np.abs(leaf).max() <= 0.25
+    assert not np.any(jax.tree.leaves(own["bias"]))
+
+
+@pytest.mark.parametrize(
+    ("argument", "cells"),
+    [
+        (
+            {"forget_bias": 2.0},
+            ["ur_lstm", "c_lstm", "or_lstm", "om_lstm", "gato", "rnn"],
+        ),
+        ({"refine_bias": "zero"}, ["lstm", "r_lstm", "u_lstm", "or_lstm", "um_lstm", "gato"]),
+    ],
+)
+def test_a_start_that_a_cell_has_not_is_refused(argument, cells):
+    for cell in cells:
+        with pytest.raises(UserError, match=rf"^--{next(iter(argument))} is not for {cell}: "):
+            resolve(COPY, "ur", {"cell": cell} | argument)
+
+
+def test_where_the_starts_come_from():
+    """Each has a source in --describe, whether a protocol, the cell or the user chose it."""
+    for cell in ("lstm", "r_lstm", "ur_lstm", "gato"):
+        config = resolve(COPY, "gato", {"cell": cell, "halve_every": 640})
+        settings = explain(COPY, config)
+        assert settings["halve_every"]["source"] == "the command line"
+        has = {"init"}
+        has |= {"forget_bias"} if cell in ("lstm", "r_lstm") else set()
+        has |= {"refine_bias"} if cell == "ur_lstm" else set()
+        assert has == {"init", "forget_bias", "refine_bias"} & set(settings)
+        assert all(len(settings[name]["source"]) > 5 for name in has)
 
 
 @pytest.mark.parametrize(("cell", "field"), [("lstm", "h"), ("gru", "h"), ("gato", "r")])
@@ -169,6 +240,33 @@ def test_every_setting_has_a_source(name):
         assert ours == source or ours.startswith(": "), setting
 
 
+@pytest.mark.parametrize(
+    ("name", "protocol", "settings"),
+    [
+        ("copy", "gato", "decoder loss_on eval_every"),
+        ("copy", "ur", "length inputs batch_size steps clip_norm decoder held_out_sequences"),
+        ("adding", "gato", "decoder"),
+        ("adding", "ur", "batch_size steps clip_norm decoder"),
+        ("forgetting", "ur", "batch_size clip_norm decoder"),
+        ("pixels", "ur", "embedding clip_norm decoder validation_share"),
+        ("pixels", "ur_zoneout", "zoneout_c zoneout_h learning_rates"),
+        ("pixels", "hdetach", "ties"),
+    ],
+)
+def test_what_a_paper_does_not_say_is_ours(name, protocol, settings):
+    """Read in the papers: a size or a rule that is not there is not put into their mouths."""
+    values = ALL[name].values(protocol)
+    for setting in settings.split():
+        assert "ours: " in values[setting].source, (setting, values[setting].source)
+
+
+def test_what_a_paper_says_is_not_ours():
+    ur, gato = ALL["adding"].values("ur"), ALL["copy"].values("gato")
+    for settings, names in ((ur, "length hidden_size learning_rates"), (gato, "tokens embedding")):
+        for name in names.split():
+            assert "ours" not in settings[name].source
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_a_protocol_says_what_has_no_default(name):
     """Beside what is the cell's: a setting is never left open."""
@@ -187,10 +285,14 @@ def test_the_source_of_a_setting_is_whose_value_is_in_effect():
     settings = explain(COPY, config)
     assert settings["forget_bias"]["value"] == 1  # of the plain gate it is 0
     assert {flag: settings[flag]["source"] for flag in ("forget_bias", "bias_vectors", "seed")} == {
-        "forget_bias": "the cell's own",
+        "forget_bias": OWN_SOURCES["forget_bias"],
         "bias_vectors": "h-detach code: a bias with each linear map",
         "seed": "the command line",
     }
+    assert OWN_SOURCES["forget_bias"].startswith("ours: ")
+    refined = explain(COPY, resolve(COPY, "ur", {"cell": "ur_gru"}))
+    for name in ("refine_bias", "reset"):
+        assert refined[name]["source"] == OWN_SOURCES[name]
     plain = explain(COPY, resolve(COPY, "hdetach", {"cell": "lstm"}))
     assert plain["forget_bias"]["source"] == "h-detach code: none"
     assert plain["seed"]["source"].startswith("ours: ")
@@ -216,6 +318,27 @@ def test_identity_ignores_length_and_backend():
     int(config.hash(), 16)
     for other in ({"seed": 1}, {"hidden_size": 8}, {"length": 5}, {"detach_prob": 0.1}):
         assert tiny(**other).hash() != config.hash(), other
+
+
+def test_a_newer_setting_leaves_default_directories():
+    """The hash is that of the identity before ``ties`` existed, unless it acts."""
+    config = tiny(keep_best=True)
+    before = {name: value for name, value in config.identity().items() if "ties" not in name}
+    digest = hashlib.sha256(json.dumps(before, sort_keys=True).encode()).hexdigest()
+    assert config.hash() == tiny(keep_best=True, ties="first").hash() == digest[:8]
+    assert tiny(keep_best=True, ties="last").hash() != config.hash()
+    assert tiny(keep_best=True, ties="last").identity()["training.ties"] == "last"
+
+
+def test_only_h_detachs_copy_keeps_the_last_of_equals():
+    """``copying.py`` asks for >=, ``pixelmnist.py`` for >; nobody else says."""
+    kept = {
+        (experiment.name, protocol)
+        for experiment in ALL.values()
+        for protocol in experiment.protocols
+        if experiment.values(protocol)["ties"].value == "last"
+    }
+    assert kept == {("copy", "hdetach"), ("transfer_copy", "hdetach"), ("transfer_copy", "small")}
 
 
 def test_a_schedule_that_needs_the_length_is_part_of_the_identity():

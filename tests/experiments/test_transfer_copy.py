@@ -1,6 +1,7 @@
 """Copy runs evaluated at other delays, and the wishes that cannot be met."""
 
 import contextlib
+import dataclasses
 import json
 import re
 import shutil
@@ -71,7 +72,7 @@ def finished(copies):
 def by_hand(one, lane, delay):
     """Accuracy on the copied tokens, from the cell and the decoder's matrices."""
     task, params = one.config.task, one.lane(one.params, lane)
-    tokens = np.asarray(task.load()["tokens"])
+    tokens = np.asarray(study._at_delay(one.config, delay).task.load()["tokens"])
     n, size = tokens.shape
     inputs = np.zeros((2 * n + delay, size), int)
     inputs[:n], inputs[n + delay - 1] = tokens, task.symbols + 1
@@ -102,10 +103,28 @@ def test_few_examples_at_a_time_have_the_same_score(finished, monkeypatch):
     assert measured[0] == pytest.approx(by_hand(finished["plain"], 0, 9), abs=1e-6)
 
 
-def test_the_delay_of_training_gives_the_result_of_training(finished):
-    plain = finished["plain"]
-    result = [run["value"] for run in plain.summary["metrics"]["accuracy"]["per_run"]]
-    assert study.accuracies(plain, 4) == pytest.approx(result, abs=1e-6)
+def test_fresh_sequences_are_scored_and_not_those_that_chose_the_parameters(finished):
+    """5,000 at every delay, uniform, the same for all runs; the published code draws as many."""
+    plain, other = finished["plain"].config, finished["detached"].config
+    held_out = np.asarray(plain.task.load()["tokens"])
+    fresh = [
+        np.asarray(study._at_delay(config, delay).task.load()["tokens"])
+        for config, delay in ((plain, 4), (plain, 9), (other, 9))
+    ]
+    assert fresh[0].shape == (3, 5000)
+    for tokens in fresh[1:]:
+        np.testing.assert_array_equal(tokens, fresh[0])
+    assert not np.array_equal(fresh[0][:, :40], held_out)
+    counts = np.bincount(fresh[0].ravel(), minlength=11)
+    np.testing.assert_allclose(counts, [0, *[1500] * 10], atol=5 * np.sqrt(1500))
+
+    tall = dataclasses.replace(plain, task=dataclasses.replace(plain.task, tokens=8))
+    of_both = {
+        tuple(column)
+        for config in (tall, study._at_delay(tall, 4))
+        for column in np.asarray(config.task.load()["tokens"]).T
+    }
+    assert len(of_both) == 40 + 5000  # of 10^8: no sequence is in both
 
 
 def test_finished_runs_become_one_table(copies, finished, tmp_path, drawn, capsys):

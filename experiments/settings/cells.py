@@ -167,6 +167,10 @@ def build_cell(model: ModelSettings) -> rg.Cell:
       UserError: if they do not fit together.
     """
     cell = bare_cell(model.cell, model.hidden_size)
+    if model.tmax is not None and model.tmax <= 2:
+        raise UserError(
+            f"--tmax must be above 2, got {model.tmax:g}; unless given, it is --hidden_size."
+        )
     changes: dict[str, Any] = {
         name: value
         for name in ("bias_vectors", "reset", "s_update")

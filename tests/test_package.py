@@ -148,7 +148,7 @@ ROOMS = (
     {"forgetting", "transfer_copy"},
     {"catalog"},
     {"compare", "diagnose"},
-    {"sweep"},
+    {"sweep", "results"},
     {""},  # __init__.py
 )
 EXPERIMENTS = files("experiments")

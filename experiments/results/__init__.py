@@ -1,0 +1,1 @@
+"""Results as data, and the page that is made of them: ``python -m experiments.results``."""

@@ -1,0 +1,144 @@
+"""What the papers claim, and what our runs say of it: the first screen of the page."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from experiments.compare.table import statistics
+from experiments.results.records import Results
+from experiments.settings.errors import UserError
+
+DOCUMENTS = ("GATO", "UR-gates", "h-detach", "lecture")
+SETTLED = ("holds", "holds only under", "contradicted")
+VERDICTS = (*SETTLED, "undecided", "not run")
+ENOUGH = 3  # seeds that a verdict needs
+
+
+class _Row(Protocol):
+    @property
+    def values(self) -> list[float | None]: ...
+    @property
+    def finished(self) -> bool: ...
+    @property
+    def steps(self) -> list[int]: ...
+
+
+Select = Callable[[str, Mapping[str, Any]], tuple[Results, _Row]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A claim of a table, a figure or a theorem.
+
+    Attributes:
+      document: one of ``DOCUMENTS``.
+      place: in it.
+      claim: in a few words.
+      paper: what it prints, where it prints a number.
+      verdict: one of ``VERDICTS``.
+      because: the condition under which it holds, why it is undecided or was not run.
+      size: of ours against the paper's.
+      results: ``{"file", flag: value, ...}``: the row of a file of results that is ours.
+      ours: what is ours where that is no score of runs.
+      evidence: the file of tests, or of numbers, that shows it.
+    """
+
+    document: str
+    place: str
+    claim: str
+    verdict: str
+    paper: str = ""
+    because: str = ""
+    size: str = ""
+    results: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ours: str = ""
+    evidence: str = ""
+
+
+def read(path: Path) -> list[Claim]:
+    """The claims in a file.
+
+    Raises:
+      UserError: if it cannot be read, or a claim is not whole.
+    """
+    try:
+        claims = [Claim(**one) for one in tomllib.loads(path.read_text())["claim"]]
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not a file of claims: {error!r}.") from None
+    for one in claims:
+        _check(one)
+    return claims
+
+
+def _check(one: Claim) -> None:
+    place = _place(one)
+    if one.document not in DOCUMENTS:
+        raise UserError(f"{place} has a document that must be one of {', '.join(DOCUMENTS)}.")
+    if one.verdict not in VERDICTS:
+        raise UserError(f"{place} has a verdict that must be one of {', '.join(VERDICTS)}.")
+    shown = bool(one.results or one.evidence)
+    if shown == (one.verdict == "not run"):
+        raise UserError(f"{place} needs results or evidence, unless it was not run: then neither.")
+    if one.verdict in ("holds only under", "not run") and not one.because:
+        raise UserError(f'{place} is "{one.verdict}" and must say because of what.')
+
+
+def _place(one: Claim) -> str:
+    return f"the claim of {one.document}, {one.place},"
+
+
+def markdown(claims: Sequence[Claim], select: Select) -> str:
+    """How many claims have which verdict, then a table of the claims of each document.
+
+    Args:
+      claims: to be shown.
+      select: gives a file's results and its one row with these settings.
+
+    Raises:
+      UserError: if a verdict says more than its runs do: fewer than ``ENOUGH`` seeds, or
+        unfinished ones, leave a claim undecided.
+    """
+    counts = collections.Counter(one.verdict for one in claims)
+    shown = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+    parts = [f"Of {len(claims)} claims: {shown}."]
+    head = ["claim", "where", "paper", "ours: mean [min, max], n", "size of ours", "verdict"]
+    for document in DOCUMENTS:
+        rows = [_cells(one, select) for one in claims if one.document == document]
+        if rows:
+            lines = [head, ["---"] * len(head), *rows]
+            table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+            parts += [f"### {document}", table]
+    return "\n\n".join(parts)
+
+
+def _cells(one: Claim, select: Select) -> list[str]:
+    ours, verdict = one.ours, one.verdict
+    reasons = []
+    if one.results:
+        wanted = {name: value for name, value in one.results.items() if name != "file"}
+        results, row = select(one.results["file"], wanted)
+        values = f"{statistics(row.values, results.metric)}, n = {len(row.values)}"
+        ours = f"{values}; {ours}" if ours else values
+        reasons += [f"n = {len(row.values)}"] if len(row.values) < ENOUGH else []
+        reasons += [] if row.finished else [f"step {row.steps[-1]:,}, unfinished"]
+        if reasons and verdict in SETTLED:
+            short = " and ".join(reasons)
+            raise UserError(f'{_place(one)} cannot be "{verdict}" with {short}: it is undecided.')
+    if one.evidence:
+        link = f"[{Path(one.evidence).name}](../{one.evidence})"
+        ours = f"{ours} ({link})" if ours else link
+    if verdict == "holds only under":
+        verdict = f"{verdict} {one.because}"
+    else:
+        reasons += [one.because] if one.because else []
+        if verdict == "undecided" and not reasons:
+            raise UserError(f"{_place(one)} is undecided: say why, because.")
+        verdict += f" ({'; '.join(reasons)})" if reasons else ""
+    return [one.claim, one.place, one.paper or "-", ours or "-", one.size or "-", f"**{verdict}**"]

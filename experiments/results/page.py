@@ -1,0 +1,236 @@
+"""``docs/RESULTS.md``: prose with tables that are made from the files of results.
+
+The page is the files ``*.md`` of ``docs/results`` in the order of their names. A line of its own in
+braces is a table:
+
+``{claims}``
+    the first screen, from ``papers.toml``;
+``{runs NAME [flag=value ...]}``
+    the runs of ``NAME.json`` with these settings, a row for all seeds of one setting;
+``{curve NAME STEP [STEP ...]}``
+    their scores after so many steps;
+``{numbers NAME}``
+    a table of ``papers.toml`` or of ``measurements.toml``, as it stands there.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.command import tables
+from experiments.compare.table import statistics
+from experiments.results import claims
+from experiments.results.records import Record, Results, read
+from experiments.settings.errors import UserError
+
+_TABLE = re.compile(r"^\{(.*)\}$", re.MULTILINE)
+_NOTE = "<!-- Made by `python -m experiments.results` from docs/results: change it there. -->"
+
+
+class Row(NamedTuple):
+    """All seeds of one setting, with the rate that was best on what was watched.
+
+    Attributes:
+      label: the settings in which it differs from the file's other rows.
+      runs: of its seeds.
+    """
+
+    label: str
+    runs: tuple[Record, ...]
+
+    @property
+    def values(self) -> list[float | None]:
+        """The score of each seed."""
+        return [value for run in self.runs for value in run.values]
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of its runs are."""
+        return all(run.finished for run in self.runs)
+
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of updates of its runs."""
+        return sorted({run.step for run in self.runs})
+
+
+def text(directory: Path) -> str:
+    """The page, the same bytes for the same files.
+
+    Args:
+      directory: ``docs/results``.
+
+    Raises:
+      UserError: if a file is damaged, or one of the page's tables cannot be made.
+    """
+    sections = sorted(directory.glob("*.md"))
+    if not sections:
+        raise UserError(f"{directory} has no section of the page, such as 1_copy.md.")
+    parts = [_NOTE]
+    for section in sections:
+
+        def table(found: re.Match[str], section: Path = section) -> str:
+            return _table(directory, section, found[1].split())
+
+        parts.append(_TABLE.sub(table, section.read_text().strip()))
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(directory: Path, section: Path, words: Sequence[str]) -> str:
+    makers: Mapping[str, Callable[..., str]] = {
+        "claims": _claims,
+        "runs": _runs,
+        "curve": _curve,
+        "numbers": _numbers,
+    }
+    if not words or words[0] not in makers:
+        raise UserError(
+            f"{section}: {{{' '.join(words)}}} must begin with one of {', '.join(makers)}."
+        )
+    try:
+        return makers[words[0]](directory, *words[1:])
+    except TypeError:
+        raise UserError(f"{section}: {{{' '.join(words)}}} names no table.") from None
+
+
+def _claims(directory: Path) -> str:
+    def select(name: str, wanted: Mapping[str, Any]) -> tuple[Results, Row]:
+        results = read(directory / f"{name}.json")
+        chosen = rows(results, wanted)
+        if len(chosen) != 1:
+            raise UserError(
+                f"papers.toml: {name}.json has {len(chosen)} rows with {dict(wanted)}, not one."
+            )
+        return results, chosen[0]
+
+    return claims.markdown(claims.read(directory / "papers.toml"), select)
+
+
+def _runs(directory: Path, name: str, *words: str) -> str:
+    results = read(directory / f"{name}.json")
+    metric = results.metric
+    better = "more" if metric.higher_is_better else "less"
+    head = ["cell and settings", f"{metric.name}: mean [min, max]", "n", "steps", "s", "parameters"]
+    body = []
+    for row in _chosen(name, results, words):
+        seconds = [run.seconds for run in row.runs if run.seconds is not None]
+        steps = "-".join(f"{step:,}" for step in (row.steps[0], row.steps[-1])[: len(row.steps)])
+        body.append(
+            [
+                row.label,
+                statistics(row.values, metric),
+                str(len(row.values)),
+                steps + ("" if row.finished else ", unfinished"),
+                f"{sum(seconds):,.0f}" if seconds else "",
+                _one({f"{run.parameters:,}" for run in row.runs if run.parameters}),
+            ]
+        )
+    source = (
+        f"{better} is better; {metric.baseline_name} {metric.baseline:.4g}; each run's command, "
+        f"device and revision: [results/{name}.json](results/{name}.json)"
+    )
+    return f"{tables.markdown(head, body)}\n\n{source[0].upper()}{source[1:]}."
+
+
+def _curve(directory: Path, name: str, *words: str) -> str:
+    steps = [int(word.replace(",", "")) for word in words if "=" not in word]
+    results = read(directory / f"{name}.json")
+    head = [f"{results.metric.name} after so many steps", *(f"{step:,}" for step in steps)]
+    body = []
+    for row in _chosen(name, results, [word for word in words if "=" in word]):
+        at = [_at(row, step) for step in steps]
+        body.append([row.label, *(statistics(v, results.metric) if v else "" for v in at)])
+    return tables.markdown(head, body)
+
+
+def _at(row: Row, step: int) -> list[float | None]:
+    return [
+        value
+        for run in row.runs
+        for there, values in zip(run.curve.get("step", []), run.curve.get("value", []), strict=True)
+        if there == step
+        for value in values
+    ]
+
+
+def _numbers(directory: Path, name: str) -> str:
+    for file in ("papers.toml", "measurements.toml"):
+        table = tomllib.loads((directory / file).read_text()).get("table", {}).get(name)
+        if table is not None:
+            made = tables.markdown(table["head"], [list(map(str, row)) for row in table["rows"]])
+            return f"{made}\n\n{table['source']}"
+    raise UserError(f"{directory}: neither papers.toml nor measurements.toml has a table {name}.")
+
+
+def _chosen(name: str, results: Results, words: Sequence[str]) -> list[Row]:
+    wanted = dict(word.split("=", 1) for word in words)
+    chosen = rows(results, wanted)
+    if not chosen:
+        raise UserError(f"{name}.json has no run with {' '.join(words)}.")
+    return chosen
+
+
+def rows(results: Results, wanted: Mapping[str, Any]) -> list[Row]:
+    """A row for each setting with the wanted values, in the order of the labels.
+
+    Args:
+      results: of one file.
+      wanted: flags and their values, ``"none"`` for one that was not given.
+    """
+    chosen = [
+        run
+        for run in results.runs
+        if all(
+            _shown(run.settings.get(name, "none")) == _shown(value)
+            for name, value in wanted.items()
+        )
+    ]
+    groups: dict[tuple[Any, ...], dict[float | None, list[Record]]] = {}
+    for run in chosen:
+        own = (run.identity, *sorted((n, _shown(value)) for n, value in run.settings.items()))
+        groups.setdefault(own, {}).setdefault(run.rate, []).append(run)
+    differing = _differing([next(iter(rates.values()))[0] for rates in groups.values()])
+    return [_row(rates, differing, results) for rates in groups.values()]
+
+
+def _differing(runs: Sequence[Record]) -> list[str]:
+    names = dict.fromkeys(name for run in runs for name in run.settings)
+    return [n for n in names if n == "cell" or len({_shown(r.settings.get(n)) for r in runs}) > 1]
+
+
+def _row(
+    rates: Mapping[float | None, list[Record]], differing: Sequence[str], results: Results
+) -> Row:
+    sign = 1 if results.metric.higher_is_better else -1
+
+    def score(runs: Sequence[Record]) -> float:
+        watched = [value for run in runs for value in run.watched or run.values]
+        return float(np.mean([-np.inf if value is None else sign * value for value in watched]))
+
+    rate = max(rates, key=lambda one: score(rates[one]))
+    settings = rates[rate][0].settings
+    words = [
+        _shown(settings[n]) if n == "cell" else f"{n}={_shown(settings[n])}"
+        for n in differing
+        if n in settings
+    ]
+    words += [f"rate={rate:g} of {len(rates)}"] if len(rates) > 1 else []
+    return Row(" ".join(words), tuple(rates[rate]))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(_shown, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _one(texts: set[str]) -> str:
+    return " or ".join(sorted(texts))

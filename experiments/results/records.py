@@ -1,0 +1,291 @@
+"""Runs as small data: settings, scores of the seeds, a thin learning curve, where it comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.command import tables
+from experiments.compare import table
+from experiments.records.reporting import say
+from experiments.records.workdir import Workdir
+from experiments.settings.config import Config
+from experiments.settings.errors import UserError
+from experiments.settings.fields import shown_value
+from experiments.settings.metrics import Metric
+
+POINTS = 50  # of a learning curve, about
+_SWEPT = ("seed", "seeds", "learning_rates", "steps", "epochs")  # they make no row of their own
+_NAME = re.compile(r"[a-z0-9_]+")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """A run with one of its learning rates; plain JSON.
+
+    Attributes:
+      settings: its flags but for seeds, rates and steps, with the protocol and the cell.
+      seeds: of its lanes.
+      values: the score of each, None for one that diverged.
+      scored_on: the set that it is of.
+      step: how many updates there have been.
+      finished: whether that is all of them.
+      command: that makes it.
+      device: that it was made on.
+      revision: of this repository at its start, as ``git describe`` says; None: not recorded.
+      identity: digest of all settings in effect but for those left out of ``settings``; None: not
+        recorded.
+      rate: its learning rate; None: that of the protocol.
+      watched: what the rate is chosen by, a value for each seed.
+      curve: ``{"step": [n], "value": [[score of each seed], ...]}``, or empty.
+      parameters: of the recurrent layer.
+      seconds: of training.
+      note: what else is to be known.
+    """
+
+    settings: dict[str, Any]
+    seeds: list[int]
+    values: list[float | None]
+    scored_on: str
+    step: int
+    finished: bool
+    command: str
+    device: str
+    revision: str | None = None
+    identity: str | None = None
+    rate: float | None = None
+    watched: list[float | None] | None = None
+    curve: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
+    parameters: int | None = None
+    seconds: float | None = None
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What is the same of a run that has gone on, and of no other."""
+        own = self.identity or json.dumps(self.settings, sort_keys=True)
+        return own, self.rate, tuple(self.seeds), self.revision
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """A file of results.
+
+    Attributes:
+      experiment: the name of the binary.
+      metric: what is scored.
+      runs: of that binary.
+    """
+
+    experiment: str
+    metric: Metric
+    runs: list[Record]
+
+
+def read(path: Path) -> Results:
+    """The results in a file.
+
+    Raises:
+      UserError: if it cannot be read or is damaged.
+    """
+    try:
+        content = json.loads(path.read_text())
+        metric = Metric(**content["metric"])
+        runs = [Record(**one) for one in content["runs"]]
+        return Results(content["experiment"], metric, runs)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not a file of results: {error!r}.") from None
+
+
+def write(path: Path, results: Results) -> None:
+    """Writes a file of results, a line for each field of each run; the bytes are those of the data.
+
+    Raises:
+      UserError: if it cannot be written.
+    """
+    runs = sorted(results.runs, key=_order)
+    content = ",\n".join(_lines(dataclasses.asdict(one)) for one in runs)
+    head = {"experiment": results.experiment, "metric": results.metric._asdict()}
+    first = ",\n".join(f'"{name}": {_json(value)}' for name, value in head.items())
+    tables.write(path, f'{{\n{first},\n"runs": [\n{content}\n]\n}}\n')
+
+
+def _order(one: Record) -> tuple[Any, ...]:
+    settings = {name: shown_value(value) for name, value in sorted(one.settings.items())}
+    cell = settings.pop("cell", "")
+    return cell, list(settings.items()), one.rate or 0.0, one.seeds, str(one.revision)
+
+
+def _lines(record: Mapping[str, Any]) -> str:
+    kept = {name: value for name, value in record.items() if value not in (None, {}, "")}
+    return " {\n" + ",\n".join(f'  "{n}": {_json(value)}' for n, value in kept.items()) + "\n }"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+def add(workdirs: Sequence[Path], directory: Path, name: str, unfinished: bool = False) -> None:
+    """Puts runs into a file of results; one that has gone on takes the place of its earlier self.
+
+    Args:
+      workdirs: of runs, or directories that hold workdirs.
+      directory: of the files.
+      name: of the file, without ``.json``.
+      unfinished: whether to take runs that are not finished.
+
+    Raises:
+      UserError: if there is no run, one is not finished, or the file is of another experiment or
+        has a run with other scores, or more steps, under the same settings.
+    """
+    if not _NAME.fullmatch(name):
+        raise UserError(f"--to={name}: the name is of small letters, digits and underscores.")
+    entries = [
+        entry for workdir in workdirs for one in _runs_in(workdir) for entry in table.read(one)
+    ]
+    path = directory / f"{name}.json"
+    results = read(path) if path.exists() else None
+    for entry in entries:
+        if not entry.finished and not unfinished:
+            raise UserError(
+                f"the run in {entry.workdir} is not finished, but at step "
+                f"{entry.rows[-1]['step']}: go on with it, or give --unfinished."
+            )
+        own = (entry.config.task.name, entry.metric)
+        if results is None:
+            results = Results(*own, runs=[])
+        if (results.experiment, results.metric.name) != (own[0], own[1].name):
+            raise UserError(
+                f"{path} is of {results.experiment} and its {results.metric.name}, and the run in "
+                f"{entry.workdir} of {own[0]} and its {own[1].name}; choose another --to."
+            )
+        _put(results.runs, record(entry), path)
+    assert results is not None
+    write(path, results)
+    say(f"{path}: {len(entries)} of its {len(results.runs)} results are of these runs")
+
+
+def _put(runs: list[Record], new: Record, path: Path) -> None:
+    for place, old in enumerate(runs):
+        if old.key != new.key:
+            continue
+        if old.step > new.step:
+            raise UserError(
+                f"{path} has the run of seed {new.seeds[0]} of {new.command} at step {old.step} "
+                f"already, and this one is at step {new.step}."
+            )
+        if old.step == new.step and old.finished and old.values != new.values:
+            raise UserError(
+                f"{path} has other scores of {new.command} at step {old.step}: remove them first."
+            )
+        runs[place] = new
+        return
+    runs.append(new)
+
+
+def _runs_in(directory: Path) -> Iterator[Path]:
+    """A workdir, or those in a directory such as a sweep's."""
+    if (directory / "config.json").is_file():
+        yield directory
+        return
+    inside = sorted(path.parent for path in directory.glob("*/config.json"))
+    if not inside:
+        raise UserError(f"{directory} is no workdir, and holds none: there is no config.json.")
+    yield from inside
+
+
+def record(entry: table.Entry) -> Record:
+    """A run with one learning rate, as it is kept."""
+    config, work = entry.config, Workdir(entry.workdir)
+    recorded = work.read_json("config.json")
+    lanes = config.training.lanes_by_rate[entry.rate]
+    summary = work.summary() or {}
+    return Record(
+        settings={
+            "cell": config.model.cell,
+            "protocol": config.protocol,
+            **{
+                name.rstrip("_"): _plain(value)
+                for name, value in config.overrides.items()
+                if name not in (*_SWEPT, "cell", "data_dir", "backend")
+            },
+        },
+        seeds=[seed for seed, _ in config.training.lanes[lanes]],
+        values=[_rounded(value) for value in entry.values],
+        scored_on=summary.get("scored_on", entry.watched),
+        step=entry.rows[-1]["step"],
+        finished=entry.finished,
+        command=command(config),
+        device=recorded["device"],
+        revision=recorded.get("commit"),
+        identity=row_digest(config),
+        rate=entry.rate,
+        watched=_watched(entry, summary, lanes),
+        curve=_thin(entry),
+        parameters=entry.parameters,
+        seconds=round(entry.seconds),
+    )
+
+
+def command(config: Config) -> str:
+    """The command line of a run, without paths and devices."""
+    flags = [
+        f"--{name.rstrip('_')}={_flag(value)}"
+        for name, value in config.overrides.items()
+        if name not in ("data_dir", "backend")
+    ]
+    words = ["python", "-m", f"experiments.{config.task.name}", f"--protocol={config.protocol}"]
+    return " ".join([*words, *flags])
+
+
+def row_digest(config: Config) -> str:
+    """8 hexadecimal digits of all settings that change the mathematics but for seeds and rates."""
+    without = ("training.seed", "training.seeds", "training.learning_rates")
+    identity = {name: value for name, value in config.identity().items() if name not in without}
+    text = json.dumps(identity, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def _flag(value: Any) -> str:
+    """A value as one writes it, with every digit."""
+    if isinstance(value, tuple):
+        return ",".join(map(_flag, value)) or "none"
+    if isinstance(value, float):
+        return repr(value).removesuffix(".0")
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")
+
+
+def _watched(
+    entry: table.Entry, summary: Mapping[str, Any], lanes: slice
+) -> list[float | None] | None:
+    """The scores that a rate may be chosen by: never those of a test set."""
+    if best := summary.get(entry.watched, {}).get(entry.metric.name):
+        return [_rounded(one["value"]) for one in best["per_run"]][lanes]
+    return [_rounded(value) for value in entry.curve[-1]]
+
+
+def _thin(entry: table.Entry) -> dict[str, list[Any]]:
+    """At most some ``POINTS`` points of the curve, the first and the last among them."""
+    count = len(entry.rows)
+    places = np.unique(np.linspace(0, count - 1, min(count, POINTS)).round().astype(int))
+    return {
+        "step": [entry.rows[place]["step"] for place in places],
+        "value": [[_rounded(value) for value in entry.curve[place]] for place in places],
+    }

@@ -1,0 +1,369 @@
+"""Results as data: what is kept of a run, what is refused, and the page that is made of them."""
+
+import contextlib
+import dataclasses
+import json
+import re
+import shlex
+import tomllib
+
+import pytest
+from absl.flags import Error
+
+from experiments.adding.settings import ADDING
+from experiments.command import flags
+from experiments.copy.settings import COPY
+from experiments.records.workdir import Workdir, append_row
+from experiments.results import __main__ as binary
+from experiments.results import claims, page, records
+from experiments.settings.errors import UserError
+from experiments.settings.metrics import Metric
+from experiments.settings.resolver import resolve
+from experiments.sweep import plan
+from tests.experiments.support import ROOT, TINY, tiny
+
+RESULTS = ROOT / "docs" / "results"
+METRIC = "copied_token_probability"
+
+
+def written(path, config, values, step=4, finished=True, every=2):
+    """A workdir of a run with such scores, without training."""
+    lanes = config.training.lanes
+    assert len(values) == len(lanes)
+    with contextlib.closing(Workdir(path)) as work:
+        work.claim(config)
+        for at in range(0, step + 1, every):
+            scores = {METRIC: [0.1 + at / 100 + i / 1000 for i in range(len(lanes))]}
+            row = {"step": at, "examples": 8 * at, "learning_rate": [], "train_loss": []}
+            append_row(work.metrics, {**row, "diverged": [], "held_out": scores})
+        append_row(work.timing, {"step": step, "seconds": 3.4, "steps": step})
+        if finished:
+            per_run = [
+                {"seed": seed, "learning_rate": rate, "value": value, "diverged": value is None}
+                for (seed, rate), value in zip(lanes, values, strict=True)
+            ]
+            summary = {"steps": step, "scored_on": "held_out", "recurrent_parameters": 234}
+            work.write_json("summary.json", {**summary, "metrics": {METRIC: {"per_run": per_run}}})
+    return path
+
+
+def kept(directory, name="copy"):
+    return records.read(directory / f"{name}.json").runs
+
+
+# What is kept of a run.
+
+
+def test_a_run_is_kept_with_all_that_it_takes_to_make_it_again(tmp_path):
+    config = tiny(seeds=2, learning_rates=(0.01, 0.1234567), keep_best=True, decoder=(4, 3))
+    workdir = written(tmp_path / "run", config, [0.25, 0.75, 0.5, None])
+    records.add([workdir], tmp_path, "copy")
+    one, other = kept(tmp_path)
+    assert (one.rate, one.seeds, one.values) == (0.01, [0, 1], [0.25, 0.75])
+    assert (other.rate, other.seeds, other.values) == (0.1234567, [0, 1], [0.5, None])
+    assert (one.step, one.finished, one.scored_on, one.seconds) == (4, True, "held_out", 3)
+    assert one.parameters == 234
+    recorded = json.loads((workdir / "config.json").read_text())
+    assert (one.device, one.revision) == (recorded["device"], recorded["commit"])
+    assert one.settings["cell"] == "gru"
+    assert one.settings["decoder"] == [4, 3]
+    assert not {"seed", "seeds", "learning_rates", "steps"} & set(one.settings)
+    assert one.curve["step"] == [0, 2, 4]
+    assert other.curve["value"][1] == pytest.approx([0.122, 0.123])
+
+    words = shlex.split(one.command)
+    assert words[:3] == ["python", "-m", "experiments.copy"]
+    parsed = flags.parse(words[2:], lambda values: flags.define_experiment(COPY, values))
+    wanted = flags.wanted(COPY, parsed)
+    assert resolve(COPY, wanted.protocol, wanted.settings).identity() == config.identity()
+
+
+def test_a_long_curve_is_thin_and_has_both_ends(tmp_path):
+    workdir = written(tmp_path / "run", tiny(eval_every=1, steps=400), [0.5], step=400, every=1)
+    records.add([workdir], tmp_path, "copy")
+    (one,) = kept(tmp_path)
+    assert one.curve["step"][0] == 0
+    assert one.curve["step"][-1] == 400
+    assert 40 <= len(one.curve["step"]) <= records.POINTS
+    for step, (value,) in zip(one.curve["step"], one.curve["value"], strict=True):
+        assert value == pytest.approx(0.1 + step / 100)
+
+
+def test_a_directory_of_runs_is_each_of_them(tmp_path):
+    for seed in (0, 1):
+        written(tmp_path / "sweep" / f"{seed}", tiny(seed=seed), [0.5 + seed / 10])
+    records.add([tmp_path / "sweep"], tmp_path, "copy")
+    assert [(one.seeds, one.values) for one in kept(tmp_path)] == [([0], [0.5]), ([1], [0.6])]
+    (row,) = page.rows(records.read(tmp_path / "copy.json"), {})
+    assert (row.values, row.finished, row.steps) == ([0.5, 0.6], True, [4])
+
+
+# What is refused, and what takes the place of what.
+
+
+def test_a_run_that_is_not_finished_is_kept_only_when_asked(tmp_path):
+    workdir = written(tmp_path / "run", tiny(steps=9), [0.5], finished=False)
+    with pytest.raises(UserError, match=r"is not finished, but at step 4: go on with it, or give"):
+        records.add([workdir], tmp_path, "copy")
+    assert not (tmp_path / "copy.json").exists()
+    records.add([workdir], tmp_path, "copy", unfinished=True)
+    (one,) = kept(tmp_path)
+    assert (one.finished, one.step, one.values) == (False, 4, [pytest.approx(0.14)])
+
+
+def test_a_run_that_has_gone_on_takes_its_own_place_and_no_other(tmp_path):
+    def put(name, config, value, **more):
+        records.add([written(tmp_path / name, config, [value], **more)], tmp_path, "copy", True)
+
+    put("short", tiny(), 0.5)
+    put("other", tiny(hidden_size=5), 0.3)
+    put("seed", tiny(seed=1), 0.4)
+    put("long", tiny(steps=6), 0.9, step=6)
+    values = {(one.settings["hidden_size"], *one.seeds): one.values for one in kept(tmp_path)}
+    assert values == {(6, 0): [0.9], (5, 0): [0.3], (6, 1): [0.4]}
+    before = (tmp_path / "copy.json").read_bytes()
+    put("again", tiny(steps=6), 0.9, step=6)
+    assert (tmp_path / "copy.json").read_bytes() == before
+    for name, value, step, sentence in (
+        ("shorter", 0.5, 4, "at step 6 already, and this one is at step 4"),
+        ("changed", 0.8, 6, "has other scores of .* at step 6: remove them first"),
+    ):
+        with pytest.raises(UserError, match=sentence) as error:
+            put(name, tiny(steps=6), value, step=step)
+        assert "\n" not in str(error.value)
+        assert (tmp_path / "copy.json").read_bytes() == before
+
+
+def test_a_setting_that_no_flag_names_makes_another_row(tmp_path):
+    """A protocol's value may change from one revision to the next."""
+    written(tmp_path / "a", tiny(), [0.5])
+    written(tmp_path / "b", tiny(), [0.7])
+    recorded = json.loads((tmp_path / "b" / "config.json").read_text())
+    recorded["config"]["training"]["clip_norm"] = 7.0
+    (tmp_path / "b" / "config.json").write_text(json.dumps(recorded))
+    records.add([tmp_path / "a", tmp_path / "b"], tmp_path, "copy")
+    rows = page.rows(records.read(tmp_path / "copy.json"), {})
+    assert sorted(row.values for row in rows) == [[0.5], [0.7]]
+
+
+def test_a_file_is_of_one_experiment(tmp_path):
+    records.add([written(tmp_path / "run", tiny(), [0.5])], tmp_path, "copy")
+    results = records.read(tmp_path / "copy.json")
+    records.write(tmp_path / "copy.json", dataclasses.replace(results, experiment="adding"))
+    with pytest.raises(UserError, match=r"is of adding and its .*; choose another --to"):
+        records.add([tmp_path / "run"], tmp_path, "copy")
+
+
+BAD = {
+    "runs": "--to=NAME says which file of results the runs are for.",
+    "--to=a": "--to=a needs workdirs, such as runs/sweep/adding.",
+    "--to=A/b runs": "--to=A/b: the name is of small letters, digits and underscores.",
+    "--directory=nowhere": "there is no directory nowhere: start from the clone's root.",
+    "--to=a nowhere": "nowhere is no workdir, and holds none: there is no config.json.",
+    "--of=a": "Unknown command line flag 'of'",
+}
+
+
+@pytest.mark.parametrize("wish", BAD)
+def test_bad_wishes_get_one_sentence(wish, tmp_path):
+    argv = wish.split()
+    argv += [] if "--directory" in wish else [f"--directory={tmp_path}"]
+    with pytest.raises((UserError, Error)) as error:
+        values, rest = flags.parse_with_arguments(["results", *argv], binary.define)
+        binary.begin({**values, "arguments": rest})
+    assert str(error.value).startswith(BAD[wish])
+    assert "\n" not in str(error.value)
+
+
+# The page.
+
+
+def one_record(values, rate=None, watched=None, finished=True, seed=0, **settings):
+    return records.Record(
+        settings={"cell": "gru", **settings},
+        seeds=[seed + place for place in range(len(values))],
+        values=values,
+        scored_on="held_out",
+        step=10,
+        finished=finished,
+        command="python -m experiments.copy",
+        device="cpu x 2",
+        rate=rate,
+        watched=watched,
+        curve={"step": [0, 10], "value": [[0.0] * len(values), values]},
+    )
+
+
+def pages(directory, runs, prose, higher=True):
+    metric = Metric("score", higher, 0.5, "chance")
+    records.write(directory / "some.json", records.Results("copy", metric, runs))
+    (directory / "1_some.md").write_text(prose)
+    return page.text(directory)
+
+
+def cells(text):
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+@pytest.mark.parametrize(("higher", "best"), [(True, 0.1), (False, 0.9)])
+def test_the_rate_is_chosen_by_what_was_watched_and_not_by_the_result(tmp_path, higher, best):
+    runs = [
+        one_record([0.9], rate=1e-2, watched=[0.2]),
+        one_record([0.1], rate=1e-3, watched=[0.3]),
+    ]
+    table = cells(pages(tmp_path, runs, "{runs some}", higher))
+    assert table[2][:3] == [f"gru rate={0.001 if higher else 0.01:g} of 2", f"{best:.4f}", "1"]
+    diverged = [one_record([0.8], rate=1.0, watched=[None]), *runs]
+    assert cells(pages(tmp_path, diverged, "{runs some}", higher))[2][1] == f"{best:.4f}"
+
+
+def test_a_row_is_all_seeds_of_a_setting(tmp_path):
+    runs = [
+        *[one_record([value], seed=seed, length=3) for seed, value in enumerate((0.1, 0.2, 0.6))],
+        one_record([0.5, None], length=4, finished=False),
+    ]
+    table = cells(pages(tmp_path, runs, "{runs some}\n\nText.\n\n{curve some 0 10}\n"))
+    assert table[2][:4] == ["gru length=3", "0.3000 [0.1000, 0.6000]", "3", "10"]
+    assert table[3][:4] == ["gru length=4", "- [-, 0.5000]*", "2", "10, unfinished"]
+    assert table[4][1:] == ["0", "10"]
+    assert table[6] == ["gru length=3", "0.0000 [0.0000, 0.0000]", "0.3000 [0.1000, 0.6000]"]
+    only = cells(pages(tmp_path, runs, "{runs some length=3}"))
+    assert [row[0] for row in only[2:]] == ["gru"]
+
+
+@pytest.mark.parametrize(
+    ("prose", "sentence"),
+    [
+        ("{sums some}", "must begin with one of claims, runs, curve, numbers"),
+        ("{runs}", "names no table"),
+        ("{runs none}", "none.json cannot be read"),
+        ("{runs some cell=lstm}", "some.json has no run with cell=lstm"),
+    ],
+)
+def test_a_table_that_cannot_be_made_is_refused(tmp_path, prose, sentence):
+    with pytest.raises(UserError, match=sentence) as error:
+        pages(tmp_path, [one_record([0.5])], prose)
+    assert "\n" not in str(error.value)
+
+
+CLAIM = """
+[[claim]]
+document = "GATO"
+place = "Figure 1"
+claim = "it learns"
+verdict = "holds"
+results = { file = "some", cell = "gru" }
+"""
+
+
+def verdict(directory, values, claim=CLAIM, **more):
+    (directory / "papers.toml").write_text(claim)
+    return cells(pages(directory, [one_record(values, **more)], "{claims}"))[2][-1]
+
+
+def test_a_verdict_needs_three_finished_seeds(tmp_path):
+    assert verdict(tmp_path, [0.5, 0.6, 0.7]) == "**holds**"
+    with pytest.raises(UserError, match=r'cannot be "holds" with n = 2: it is undecided'):
+        verdict(tmp_path, [0.5, 0.6])
+    with pytest.raises(UserError, match=r"with step 10, unfinished: it is undecided"):
+        verdict(tmp_path, [0.5, 0.6, 0.7], finished=False)
+    undecided = CLAIM.replace("holds", "undecided")
+    assert verdict(tmp_path, [0.5], undecided) == "**undecided (n = 1)**"
+    with pytest.raises(UserError, match="is undecided: say why"):
+        verdict(tmp_path, [0.5, 0.6, 0.7], undecided)
+    because = undecided + 'because = "one encoding"\n'
+    assert verdict(tmp_path, [0.5], because) == "**undecided (n = 1; one encoding)**"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ('"holds"', '"true"', "has a verdict that must be one of holds, holds only under"),
+        ('"holds"', '"holds only under"', "must say because of what"),
+        ('"holds"', '"not run"', "needs results or evidence, unless it was not run"),
+        ("results =", "result =", "is not a file of claims"),
+        ('"gru"', '"lstm"', "some.json has 0 rows with"),
+        ("GATO", "LSTM", "has a document that must be one of GATO"),
+    ],
+)
+def test_a_claim_that_is_not_whole_is_refused(tmp_path, old, new, sentence):
+    with pytest.raises(UserError, match=sentence) as error:
+        verdict(tmp_path, [0.5, 0.6, 0.7], CLAIM.replace(old, new))
+    assert "\n" not in str(error.value)
+
+
+# Those of this repository.
+
+
+def test_the_page_is_what_the_data_give():
+    assert page.text(RESULTS) == (ROOT / "docs" / "RESULTS.md").read_text()
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_the_files_of_results_are_whole(path, tmp_path):
+    results = records.read(path)
+    records.write(tmp_path / path.name, results)
+    assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+    prose = "".join(section.read_text() for section in RESULTS.glob("*.md"))
+    assert re.search(rf"^\{{runs {path.stem}\b", prose, re.MULTILINE), "the page does not show it"
+    for one in results.runs:
+        assert one.command.startswith(f"python -m experiments.{results.experiment} --"), one
+        assert len(one.values) == len(one.seeds)
+        assert one.device
+        assert one.revision or one.note, "where is it from?"
+        assert all(len(values) == len(one.values) for values in one.curve.get("value", []))
+
+
+@pytest.mark.parametrize("name", ["papers", "measurements"])
+def test_every_table_of_numbers_is_shown_and_rectangular(name):
+    prose = "".join(section.read_text() for section in RESULTS.glob("*.md"))
+    for label, table in tomllib.loads((RESULTS / f"{name}.toml").read_text())["table"].items():
+        assert f"{{numbers {label}}}" in prose, label
+        assert {len(row) for row in table["rows"]} == {len(table["head"])}, label
+        assert table["source"].endswith("."), label
+
+
+NAMED = {
+    "GATO": "Figure 1, Figure 2, Table 1, Table 2, Appendix A, Appendix E",
+    "UR-gates": "Table 1, Table 2, Table 3, Table 4, Table 6a, Figure 2, Figure 3, Figure 4, "
+    "Figure 5, Figure 6, Figure 7, Figure 8, Figure 9, Figure 10, Figure 11, Proposition 1, "
+    "Proposition 2, Proposition 3, Proposition 4",
+    "h-detach": "Theorem 1, Theorem 2, Corollary 1, Figure 2, Figure 3, Figure 4, Figure 5, "
+    "Figure 6, Figure 7, Figure 8, Table 1, Table 2, Table 3",
+    "lecture": "vanishing and exploding, clipping",
+}
+
+
+@pytest.mark.parametrize("document", NAMED)
+def test_every_table_figure_and_theorem_has_a_verdict(document):
+    """Figure 1 of UR-gates and of h-detach are drawings of the cell."""
+    places = [one.place for one in claims.read(RESULTS / "papers.toml") if one.document == document]
+    numbers = set()
+    for place in places:
+        numbers.add(place)
+        for kind, several in re.findall(
+            r"(Figure|Table)s ([\da-z]+(?:(?:, | and )[\da-z]+)*)", place
+        ):
+            numbers |= {f"{kind} {number}" for number in re.split(r", | and ", several)}
+    text = "; ".join(numbers)
+    for name in NAMED[document].split(", "):
+        assert re.search(rf"{name}\b", text), name
+
+
+def test_the_evidence_of_a_claim_is_there():
+    for one in claims.read(RESULTS / "papers.toml"):
+        assert not one.evidence or (ROOT / one.evidence).is_file(), one
+
+
+@pytest.mark.parametrize("path", sorted((RESULTS / "sweeps").glob("*.toml")), ids=lambda p: p.stem)
+def test_a_sweep_that_waits_can_be_read(path, tmp_path):
+    assert plan.read(path, tmp_path)
+
+
+def test_settings_of_another_task_are_named_too(tmp_path):
+    assert records.command(
+        resolve(ADDING, "small", {"cell": "lstm", "learning_rates": (1e-3,)})
+    ) == ("python -m experiments.adding --protocol=small --cell=lstm --learning_rates=0.001")
+    assert records.row_digest(tiny()) == records.row_digest(tiny(seed=3, learning_rates=(1.0,)))
+    assert records.row_digest(tiny()) != records.row_digest(tiny(hidden_size=TINY["batch_size"]))

@@ -110,7 +110,7 @@ def check_experiment(module, *arguments):
     if "--help" in arguments:
         assert output(module, *arguments).startswith("usage:")
         return
-    untrained = ("experiments.compare", "experiments.diagnose", "experiments.sweep")
+    untrained = {f"experiments.{name}" for name in ("compare", "diagnose", "sweep", "results")}
     if module in untrained or module.startswith("benchmarks."):
         named = {word.lstrip("-").partition("=")[0] for word in arguments if word.startswith("-")}
         assert named <= flags_of(module)

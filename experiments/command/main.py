@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from experiments.command import flags
     from experiments.settings.resolver import Experiment
 
@@ -128,13 +130,26 @@ def experiment_main(
     main(experiment.name, define_all, begin_together, experiment=experiment)
 
 
-def train_one(experiment: Experiment, flag_values: Mapping[str, Any]) -> None:
+def train_one(
+    experiment: Experiment,
+    flag_values: Mapping[str, Any],
+    illustrate: Callable[[Any, Any], Mapping[str, str]] | None = None,
+) -> Path | None:
     """Describes or trains.
+
+    Args:
+      experiment: what is trained.
+      flag_values: by name.
+      illustrate: see ``loop.run``.
+
+    Returns:
+      The workdir of a run that has come to its end, in the first process; else None.
 
     Raises:
       UserError: if a wish cannot be met.
     """
     import json
+    from pathlib import Path
 
     from experiments.command import flags, runs
     from experiments.machine.processes import is_first
@@ -147,10 +162,11 @@ def train_one(experiment: Experiment, flag_values: Mapping[str, Any]) -> None:
         described = json.dumps(runs.description(experiment, config), indent=2)
         if is_first():
             print(described)
-        return
+        return None
     cell = config.model.cell.replace(":", ".")
     default = os.path.join("runs", experiment.name, f"{cell}-{wanted.protocol}-{config.hash()}")
-    loop.run(config, wanted.workdir or default, wanted.profile)
+    workdir = Path(wanted.workdir or default)
+    return workdir if loop.run(config, workdir, wanted.profile, illustrate) else None
 
 
 def join_processes(name: str, flag_values: Mapping[str, Any]) -> None:

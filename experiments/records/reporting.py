@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,11 @@ class Report:
         self._progress.evaluated(row, self._watched)
         self._keep(self._timing, lambda: append_row(self._timing, {"step": row["step"], **clock}))
         self._keep(self._events, lambda: self._board.write(row, self._watched))
+
+    def illustrated(self, step: int, texts: Mapping[str, str]) -> None:
+        """Texts that show what the model does at a step."""
+        if texts:
+            self._keep(self._events, lambda: self._board.write_texts(step, texts))
 
     def close(self) -> None:
         """Leaves the bar as it is and ends the event file."""
@@ -200,6 +205,17 @@ class TensorBoard:
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self._writer.flush()
             self._flushed = time.monotonic()
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Texts by name, as they are: an indented block is code to TensorBoard's Markdown."""
+        if self._writer is None:
+            return
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.summary import text
+
+        for name, content in texts.items():
+            indented = "".join(f"    {line}\n" for line in content.split("\n"))
+            self._write(Event(step=step, summary=text(name, indented)))
 
     def close(self) -> None:
         """Ends the event file."""

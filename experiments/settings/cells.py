@@ -189,6 +189,8 @@ def build_cell(model: ModelSettings) -> rg.Cell:
         if model.init == "torch":
             uniform = initializers.torch_recurrent(model.hidden_size)
             changes |= dict.fromkeys(_INITIALIZERS, uniform)
+        elif model.init == "torch_inputs":
+            changes["kernel_init"] = initializers.torch_linear_kernel
         if model.dtype != "float32":
             changes |= _dtypes(cell, model)
         return cell.clone(**changes)

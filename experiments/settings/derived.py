@@ -75,7 +75,7 @@ def in_steps(
         return dict(settings)
     size = settings["batch_size"]
     if size > task.examples:
-        raise UserError(f"--batch_size={size} is more than the {task.examples} training images.")
+        raise UserError(f"--batch_size={size} is more than the {task.examples} training examples.")
     per_epoch = task.examples // max(1, size)
     values = dict(settings)
     for name, entry in counts.items():

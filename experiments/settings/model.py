@@ -29,8 +29,9 @@ class ModelSettings:
         needs=("layers", range(2, 65)),
     )
     init: str | None = setting(
-        "start of the cell's parameters: torch's U(±1/sqrt(F)) everywhere, or the library's own",
-        choices=("torch", "library"),
+        "start of the cell's parameters: torch's U(±1/sqrt(F)) everywhere, the library's own, or "
+        "the library's own but for input kernels as of torch's nn.Linear",
+        choices=("torch", "library", "torch_inputs"),
     )
     bias_vectors: int | None = setting("bias vectors: 1, or 2 as torch has", least=1, most=2)
     forget_bias: float | None = setting(
@@ -53,6 +54,13 @@ class ModelSettings:
     )
     lambda_: float | None = setting("GATO's decay rate", least=0, below=1)
     embedding: int = setting("width of the token embedding", least=0, needs=("inputs", ("embed",)))
+    embedding_dropout: float = setting(
+        "probability of dropping an entry of an embedded input",
+        Sourced(0.0, "none but in UR's language models"),
+        least=0,
+        below=1,
+        needs=("inputs", ("embed",)),
+    )
     decoder: tuple[int, ...] = setting("widths of the decoder's ReLU layers, or none", least=1)
     dropout: float = setting(
         "probability of dropping a unit of the decoder's hidden layers",

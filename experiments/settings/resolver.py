@@ -23,7 +23,8 @@ class Experiment(NamedTuple):
 
     Attributes:
       name: of the binary.
-      settings: the dataclass of the task's own settings.
+      settings: the dataclass of the task's own settings. It may have ``forms``, which names the
+        cell that a name stands for in this experiment.
       task: gives the task's class, a subclass of ``settings``; JAX is imported only then.
       protocols: by name.
       study: whether the binary trains several runs that belong together.
@@ -85,6 +86,8 @@ def resolve(experiment: Experiment, protocol: str, overrides: Mapping[str, Any])
             raise UserError(f"--{name.rstrip('_')} is not for {experiment.name}: {_NO_SETTING}")
         known[name].check(value)
     chosen = {name: entry.value for name, entry in sourced.items()} | dict(overrides)
+    forms = getattr(experiment.settings, "forms", {})
+    chosen["cell"] = forms.get(chosen["cell"], chosen["cell"])
     settings = without_dependence(chosen)
     cells = experiment.protocols[protocol].cells
     decided = getattr(experiment.settings, "decides", ())

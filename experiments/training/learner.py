@@ -121,6 +121,14 @@ class Learner:
         assert isinstance(features, jax.Array)
         return features
 
+    def apply(self, params: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model at evaluation, of one lane and one row; see ``policy``."""
+        return policy(self._module, self._config, Rows(0, 1, 1))(params, *args, **kwargs)
+
+    def fresh(self, rows: int) -> Any:
+        """The carry of the recurrent layers before the first step, leaves ``[rows, F]``."""
+        return self._fresh(rows)
+
     # What the driver calls.
 
     def place(self, state: State) -> State:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,13 @@ _CHECKPOINT_SECONDS = 10.0  # evaluations are checkpointed at most this often, a
 _SAVE_SECONDS = 0.1  # and less often where a checkpoint takes longer than this
 
 
-def run(config: Config, workdir: str | Path, profile: int = 0) -> dict[str, Any] | None:
+Illustrate = Callable[[Learner, Any], Mapping[str, str]]
+"""Texts by name that show what a model does: of the learner and the parameters of one lane."""
+
+
+def run(
+    config: Config, workdir: str | Path, profile: int = 0, illustrate: Illustrate | None = None
+) -> dict[str, Any] | None:
     """Trains, or goes on training, and leaves everything in the workdir.
 
     The same config in the same workdir goes on where it was stopped, and ends with the same
@@ -43,6 +50,7 @@ def run(config: Config, workdir: str | Path, profile: int = 0) -> dict[str, Any]
       config: the settings.
       workdir: a directory; it is made if need be.
       profile: so many steps are traced into ``profile/``; 0: none.
+      illustrate: its texts on the first lane go to TensorBoard at every evaluation.
 
     Returns:
       What ``summary.json`` holds, of other processes than the first ``{}``; None if the run was
@@ -63,7 +71,7 @@ def run(config: Config, workdir: str | Path, profile: int = 0) -> dict[str, Any]
         if is_first():
             work.claim(config)
             checkpoints = stack.enter_context(contextlib.closing(Checkpoints(work.checkpoints)))
-        return _Run(config, learner, work, checkpoints, profile).to_the_end()
+        return _Run(config, learner, work, checkpoints, profile, illustrate).to_the_end()
 
 
 def describe(config: Config) -> dict[str, Any]:
@@ -86,8 +94,9 @@ class _Run:
         work: Workdir,
         checkpoints: Checkpoints | None,
         profile: int,
+        illustrate: Illustrate | None,
     ) -> None:
-        self._config, self._learner = config, learner
+        self._config, self._learner, self._illustrate = config, learner, illustrate
         self._work, self._checkpoints = work, checkpoints
         self._clock = Clock()
         self._profile = Profile(work.path / "profile", profile if is_first() else 0)
@@ -210,6 +219,7 @@ class _Run:
                             saved = step
                         if report is not None:
                             report.evaluated(row, {**clock.lap(), **compiling})
+                            report.illustrated(step, self._illustrations(state))
                         compiling = {}
                     if self._finished(step, state):
                         self._end_profile()
@@ -230,6 +240,14 @@ class _Run:
                 if step != saved:
                     self._save(step, state)
                 raise
+
+    def _illustrations(self, state: State) -> Mapping[str, str]:
+        if self._illustrate is None:
+            return {}
+        learner = self._learner
+        params = learner.lanes.of(learner.mesh.fetch(state.params), 0)
+        with self._clock.inside():
+            return self._illustrate(learner, params)
 
     def _save(self, step: int, state: State) -> None:
         began = time.perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from flax import linen as nn
 
 from experiments.machine.mesh import Rows, probed_axes
 from experiments.settings.model import ModelSettings
-from recurrent_gates import RNN, Cell, Stack, draw_noise
+from recurrent_gates import GATO, RNN, Cell, Stack, draw_noise
 from recurrent_gates.initializers import torch_embedding, torch_linear_bias, torch_linear_kernel
 
 
@@ -42,6 +42,11 @@ class TokenEncoder(nn.Module):
         if self.inputs == "one_hot":
             return jax.nn.one_hot(tokens, self.vocabulary, dtype=jnp.float32)
         return tokens[..., None].astype(jnp.float32)
+
+    @property
+    def table(self) -> jax.Array:
+        """The embeddings ``[vocabulary, D]`` of a bound module that has embedded something."""
+        return self.variables["params"]["Embed_0"]["embedding"]
 
 
 class Decoder(nn.Module):
@@ -94,6 +99,7 @@ def dropout_masks(
 
 _ONE_ROW = Rows(0, 1, 1)
 _LAYERS = 0x1A7E5  # folded into the key of dropout for the masks between layers
+_EMBEDDING = 0xE3BED  # and for those on embedded inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +116,7 @@ class Pass:
       dropout_key: of dropout; None: none is dropped.
       dropout: probability of dropping a hidden unit of the decoder.
       layer_dropout: probability of dropping an output of a recurrent layer below the last.
+      embedding_dropout: probability of dropping an entry of an embedded input.
     """
 
     carry_fns: tuple[Any, ...] = ()
@@ -118,6 +125,7 @@ class Pass:
     dropout_key: jax.Array | None = None
     dropout: float = 0.0
     layer_dropout: float = 0.0
+    embedding_dropout: float = 0.0
 
     def noise(self, steps: int) -> Any:
         """The draws of the carry functions for so many steps; None at evaluation."""
@@ -149,17 +157,29 @@ class Pass:
         """Factors ``[steps, B, width]`` on the outputs of layers below the last; None: none."""
         if self.dropout_key is None or not self.layer_dropout:
             return None
-        kept = 1 - self.layer_dropout
-        masks = []
-        for layer, width in enumerate(widths):
-            key = jax.random.fold_in(jax.random.fold_in(self.dropout_key, _LAYERS), layer)
-            drawn = jax.random.bernoulli(key, kept, (steps, self.rows.total, width))
-            masks.append(drawn.astype(jnp.float32) / jnp.float32(kept))
-        return self.rows.of(tuple(masks), 1)
+        key = jax.random.fold_in(self.dropout_key, _LAYERS)
+        return tuple(
+            self._mask(jax.random.fold_in(key, layer), self.layer_dropout, steps, (width,))
+            for layer, width in enumerate(widths)
+        )
+
+    def embedding_mask(self, steps: int, shape: Sequence[int]) -> jax.Array | None:
+        """Factors ``[steps, B, *shape]`` on embedded inputs; None: none."""
+        if self.dropout_key is None or not self.embedding_dropout:
+            return None
+        key = jax.random.fold_in(self.dropout_key, _EMBEDDING)
+        return self._mask(key, self.embedding_dropout, steps, shape)
+
+    def _mask(self, key: jax.Array, rate: float, steps: int, shape: Sequence[int]) -> jax.Array:
+        kept = 1 - rate
+        drawn = jax.random.bernoulli(key, kept, (steps, self.rows.total, *shape))
+        return self.rows.of(drawn.astype(jnp.float32) / jnp.float32(kept), 1)
 
 
-def _width(cell: Cell) -> int:
+def width_of(cell: Cell) -> int:
     """The width of what a cell emits; a foreign cell's is the last field of its carry."""
+    if isinstance(cell, GATO):
+        return cell.units
     return getattr(cell, "features", 0) or cell.initial((1,))[-1].shape[-1]
 
 
@@ -182,6 +202,43 @@ def _without_padding(
 
 EVALUATION = Pass()
 """Nothing acts but the carry functions that are given a mean form."""
+
+
+def recurred(
+    module: Any, inputs: jax.Array, during: Pass, carry: Any, masks: Mapping[str, Any]
+) -> tuple[Any, jax.Array]:
+    """What the recurrent layers of a model make of its encoded inputs.
+
+    Args:
+      module: a bound module with ``encoder`` and ``recurrent``, as ``SequenceModel`` has them.
+      inputs: ``[T, B, ...]``.
+      during: what acts on the model in this pass.
+      carry: before the first step; None: the layers' own start.
+      masks: see ``SequenceModel``.
+
+    Returns:
+      The carry after the last step, and outputs ``[T, B, F]``.
+    """
+    steps, recurrent = len(inputs), module.recurrent
+    more: dict[str, Any] = {}
+    if isinstance(recurrent, Stack):
+        below = [width_of(cell) for cell in recurrent.cells[:-1]]
+        more["noise"] = during.noise_of_layers(steps, len(recurrent.cells))
+        more["masks"] = during.layer_masks(steps, below)
+    else:
+        more["noise"] = during.noise(steps)
+    features = module.encoder(_without_padding(inputs, **masks))
+    if (mask := during.embedding_mask(features.shape[0], features.shape[2:])) is not None:
+        features = features * mask
+    return recurrent(
+        features,
+        initial_carry=carry,
+        return_carry=True,
+        carry_fns=during.carry_fns,
+        deterministic=more["noise"] is None,
+        **more,
+        **masks,
+    )
 
 
 class SequenceModel(nn.Module):
@@ -222,23 +279,7 @@ class SequenceModel(nn.Module):
         Returns:
           ``[outputs, B, ...]``, with the carry after the last step if asked.
         """
-        steps = len(inputs)
-        more: dict[str, Any] = {}
-        if isinstance(self.recurrent, Stack):
-            below = [_width(cell) for cell in self.recurrent.cells[:-1]]
-            more["noise"] = during.noise_of_layers(steps, len(self.recurrent.cells))
-            more["masks"] = during.layer_masks(steps, below)
-        else:
-            more["noise"] = during.noise(steps)
-        carry, ys = self.recurrent(
-            self.encoder(_without_padding(inputs, **masks)),
-            initial_carry=carry,
-            return_carry=True,
-            carry_fns=during.carry_fns,
-            deterministic=more["noise"] is None,
-            **more,
-            **masks,
-        )
+        carry, ys = recurred(self, inputs, during, carry, masks)
         last = ys if self.outputs is None else ys[-self.outputs :]
         outputs = self.decoder(last, *during.masks(self.decoder.widths[:-1]))
         return (carry, outputs) if return_carry else outputs

@@ -173,7 +173,8 @@ class Task(Protocol):
         """The outcome of a window."""
 
     # A task may also have ``update(descend, learned, window, key) -> (learned, descent)``, an
-    # update of its own: see ``update.Update``.
+    # update of its own: see ``update.Update``; and ``rate_factor(window)``, a factor on the
+    # learning rate of a step, float32 scalar and equal on all devices.
 
     def adapt(self, stream: Any, loss: jax.Array, weight: Any) -> Any:
         """The stream that goes on to the next step, after the update.
@@ -214,7 +215,11 @@ class BaseTask:
     stream_axes: Any = 0
     output_axes: Any = 0
     unit = "examples"
-    units_per_row = 1.0
+
+    @property
+    def units_per_row(self) -> float:
+        """One."""
+        return 1.0
 
     def check(self) -> None:
         """Nothing to check beside the ranges of the settings."""

@@ -136,6 +136,8 @@ class Update:
             rate = rate * self._schedule(step)
         if halving is not None:
             rate = rate * halving.scale
+        if hasattr(task, "rate_factor"):
+            rate = rate * task.rate_factor(window)
 
         def descend(learned: Learned, window: Any) -> tuple[Learned, Descent]:
             return self._descend(learned, apply, window, stream, rate)
@@ -168,7 +170,7 @@ class Update:
 
     def _training_pass(self, lane: Lane, step: jax.Array, rows: Rows) -> Pass:
         model = self._config.model
-        drops = model.dropout or model.layer_dropout
+        drops = model.dropout or model.layer_dropout or model.embedding_dropout
         return Pass(
             carry_fns(self._config, step),
             rows,
@@ -176,6 +178,7 @@ class Update:
             dropout_key=jax.random.fold_in(key_of(lane, Purpose.DROPOUT), step) if drops else None,
             dropout=model.dropout,
             layer_dropout=model.layer_dropout,
+            embedding_dropout=model.embedding_dropout,
         )
 
     def _descend(

@@ -335,7 +335,7 @@ def test_where_the_data_are_is_not_part_of_the_identity():
         ({"permutation_seed": 3}, "--permutation_seed has no effect with --permutation=scanline"),
         ({"validation_share": 1.0}, "--validation_share must be at least 0 and below 1, got 1"),
         ({"validation_share": 1e-9}, "--validation_share: a share of the images, and not all"),
-        ({"batch_size": 2000}, "--batch_size=2000 is more than the 1293 training images"),
+        ({"batch_size": 2000}, "--batch_size=2000 is more than the 1293 training examples"),
         ({"dropout": 1.0}, "--dropout must be at least 0 and below 1, got 1"),
         ({"decoder": (), "dropout": 0.5}, "--dropout has no effect with --decoder=none"),
         ({"decoder": ()}, "--dropout acts on the decoder's hidden layers"),

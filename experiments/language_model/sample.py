@@ -1,0 +1,94 @@
+"""Text from a model, token by token.
+
+Letters: V words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.datasets.text import END
+from experiments.language_model.task import LanguageModelTask
+from experiments.settings.fields import Sourced, setting
+from experiments.training.learner import Learner
+
+_KEY = 0x7E87  # of all samples: two of them differ by their models alone
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """What text is written."""
+
+    sample: int = setting(
+        "write so many tokens of text after training, and to TensorBoard at every evaluation",
+        Sourced(0, "ours: none"),
+        least=0,
+        most=100_000,
+    )
+    temperature: float = setting(
+        "log-probabilities are divided by it before a token is drawn; 0: the likeliest is taken",
+        Sourced(1.0, "ours: the model's own distribution"),
+        least=0,
+        most=100,
+        needs="sample",
+    )
+    top_k: int = setting(
+        "draw from so many of the likeliest tokens; 0: from all",
+        Sourced(0, "ours: the model's own distribution"),
+        least=0,
+        needs="sample",
+    )
+
+
+def sampled_tokens(
+    learner: Learner, params: Any, first: int, sampling: Sampling, key: jax.Array
+) -> np.ndarray:
+    """Tokens drawn one after the other, int32 ``[sampling.sample]``.
+
+    Args:
+      learner: of the model.
+      params: of one lane.
+      first: the token that comes before; it is not among those drawn.
+      sampling: how many, and how they are drawn.
+      key: a PRNG key.
+    """
+
+    def step(state: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+        carry, token = state
+        carry, log_p = learner.apply(params, token[None, None], carry=carry)
+        token = _drawn(log_p[0, 0], sampling, key)
+        return (carry, token), token
+
+    keys = jax.random.split(key, sampling.sample)
+    start = (learner.fresh(1), jnp.int32(first))
+    _, tokens = jax.jit(lambda keys: jax.lax.scan(step, start, keys))(keys)
+    return np.asarray(tokens)
+
+
+def _drawn(log_p: jax.Array, sampling: Sampling, key: jax.Array) -> jax.Array:
+    """A token of log-probabilities ``[V]``, int32."""
+    if not sampling.temperature:
+        return jnp.argmax(log_p).astype(jnp.int32)
+    if 0 < sampling.top_k < len(log_p):
+        least = jax.lax.top_k(log_p, sampling.top_k)[0][-1]
+        log_p = jnp.where(log_p < least, -jnp.inf, log_p)
+    return jax.random.categorical(key, log_p / sampling.temperature).astype(jnp.int32)
+
+
+def sample(learner: Learner, params: Any, sampling: Sampling) -> str:
+    """A text that begins as after the end of a line."""
+    task = learner.task
+    assert isinstance(task, LanguageModelTask)
+    words = task.corpus.words
+    end = "\n" if task.level == "character" else END
+    first = words.index(end) if end in words else 0
+    tokens = sampled_tokens(learner, params, first, sampling, jax.random.key(_KEY))
+    drawn = [words[token] for token in tokens]
+    if task.level == "character":
+        return "".join(drawn)
+    return " ".join("\n" if word == END else word for word in drawn).replace(" \n ", "\n")

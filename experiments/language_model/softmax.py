@@ -1,0 +1,265 @@
+"""Cross-entropy over large vocabularies, without all logits at once.
+
+Letters: N rows (a hidden state each), F features, V words, R rows of a chunk.
+
+With z = h W^T + b, p = softmax(z) and weights w, the sum of w (logsumexp(z) - z_target) has
+
+    d z = w (p - onehot(target)),   d h = d z W,   d W = d z^T h,   d b = sum of d z.
+
+All of that is known as soon as a chunk's logits are. So the forward pass forms the gradients,
+too, chunk by chunk, and the backward pass only multiplies them by the cotangent of the sum: no
+more than R x V logits exist at any time, and none is formed twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from experiments.training.models import wide
+from recurrent_gates.initializers import torch_linear_bias, torch_linear_kernel
+
+_LOGITS = 2**24  # in a chunk, about
+_LEAST_ROWS = 64  # of a chunk: each adds to the whole gradient of W
+
+
+def chunk_rows(words: int) -> int:
+    """R for so many words."""
+    return max(_LEAST_ROWS, _LOGITS // words)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def cross_entropy(
+    h: jax.Array,
+    table: jax.Array,
+    bias: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    rows: int,
+) -> jax.Array:
+    """The sum over rows of weight times -log p(target).
+
+    Args:
+      h: ``[N, F]``, floating point.
+      table: W, ``[V, F]``.
+      bias: b, ``[V]``.
+      targets: integers ``[N]``.
+      weights: ``[N]``, constants; rows of weight 0 cost nothing where a whole chunk has it.
+      rows: R.
+
+    Returns:
+      A scalar in h's dtype.
+    """
+    loss, _ = _over_chunks(h, table, bias, targets, weights, rows, gradients=False)
+    return loss
+
+
+def _forward(
+    h: jax.Array,
+    table: jax.Array,
+    bias: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    rows: int,
+) -> tuple[jax.Array, Any]:
+    return _over_chunks(h, table, bias, targets, weights, rows, gradients=True)
+
+
+def _backward(rows: int, gradients: Any, d_loss: jax.Array) -> tuple[Any, ...]:
+    del rows
+    d_h, d_table, d_bias = jax.tree.map(lambda d: d_loss * d, gradients)
+    return d_h, d_table, d_bias, None, None
+
+
+cross_entropy.defvjp(_forward, _backward)
+
+
+def _over_chunks(
+    h: jax.Array,
+    table: jax.Array,
+    bias: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    rows: int,
+    *,
+    gradients: bool,
+) -> tuple[jax.Array, Any]:
+    """The loss, and if asked for (d h, d W, d b) of it."""
+    count = len(h)
+    rows = min(rows, max(1, count))
+    short = -count % rows
+    chunks = jax.tree.map(
+        lambda leaf: jnp.pad(leaf, [(0, short)] + [(0, 0)] * (leaf.ndim - 1)).reshape(
+            -1, rows, *leaf.shape[1:]
+        ),
+        (h, targets, weights.astype(h.dtype)),
+    )
+
+    def work(sums: Any, h: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
+        loss, d_weights = sums
+        logits = h @ table.T + bias
+        log_total = jax.nn.logsumexp(logits, axis=-1)
+        of_target = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+        loss = loss + (weights * (log_total - of_target)).sum()
+        if not gradients:
+            return (loss, d_weights), None
+        d_table, d_bias = d_weights
+        chosen = targets[:, None] == jnp.arange(len(table), dtype=targets.dtype)
+        d = weights[:, None] * (jnp.exp(logits - log_total[:, None]) - chosen.astype(h.dtype))
+        return (loss, (d_table + d.T @ h, d_bias + d.sum(axis=0))), d @ table
+
+    def rest(sums: Any, h: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
+        del targets, weights
+        return sums, jnp.zeros_like(h) if gradients else None
+
+    def body(sums: Any, chunk: Any) -> Any:
+        return jax.lax.cond(jnp.any(chunk[2] != 0), work, rest, sums, *chunk)
+
+    zeros = (jnp.zeros_like(table), jnp.zeros_like(bias)) if gradients else None
+    (loss, sums), d_h = jax.lax.scan(body, (jnp.zeros((), h.dtype), zeros), chunks)
+    if sums is None:
+        return loss, None
+    return loss, (d_h.reshape(-1, h.shape[1])[:count], *sums)
+
+
+class FullSoftmax(nn.Module):
+    """p(word) = softmax(W h + b), with W of its own or that of the embedding.
+
+    Attributes:
+      words: V.
+      features: F.
+      tied: W is the embedding's table; where an entry of it is not F wide, h is first taken
+        there by a linear map.
+      width: of an entry of the embedding.
+    """
+
+    words: int
+    features: int
+    tied: bool = False
+    width: int = 0
+
+    def setup(self) -> None:
+        if not self.tied:
+            self.table = self.param(
+                "table", _transposed(torch_linear_kernel), (self.words, self.features)
+            )
+        elif self.width != self.features:
+            self.projection = self.param(
+                "projection", torch_linear_kernel, (self.features, self.width)
+            )
+        fan_in = self.width if self.tied else self.features
+        self.bias = self.param("bias", torch_linear_bias(fan_in), (self.words,))
+
+    def losses(
+        self, h: jax.Array, targets: jax.Array, weights: jax.Array, embedding: jax.Array | None
+    ) -> jax.Array:
+        """The sum of weighted losses of h ``[..., F]``, targets and weights ``[...]``."""
+        h, table = self._weights(h, embedding)
+        flat = h.reshape(-1, h.shape[-1])
+        rows = chunk_rows(self.words)
+        return cross_entropy(flat, table, self.bias, targets.ravel(), weights.ravel(), rows)
+
+    def __call__(self, h: jax.Array, embedding: jax.Array | None) -> jax.Array:
+        """log p ``[..., V]`` of h ``[..., F]``."""
+        h, table = self._weights(h, embedding)
+        return jax.nn.log_softmax(h @ table.T + self.bias)
+
+    def _weights(self, h: jax.Array, embedding: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        h = wide(h)
+        if not self.tied:
+            return h, self.table
+        assert embedding is not None
+        return (h @ self.projection if self.width != self.features else h), embedding
+
+
+class AdaptiveSoftmax(nn.Module):
+    """Frequent words at once, rare ones by cluster (Grave et al., 2017).
+
+    log p(word) is that of the head for the first words; for one of cluster k it is that of the
+    cluster in the head plus that of the word in the cluster, whose features are a linear map of h
+    to F / 4^k, k from 1, without a bias (as the paper's code and torch's have it).
+
+    Words are numbered by frequency. Rows of a cluster are brought together, so that the chunks
+    of other rows cost nothing.
+
+    Attributes:
+      words: V.
+      features: F.
+      cutoffs: where each cluster begins, rising, each below V.
+    """
+
+    words: int
+    features: int
+    cutoffs: Sequence[int]
+
+    def setup(self) -> None:
+        ends = [*self.cutoffs, self.words]
+        self.head = self.param(
+            "head",
+            _transposed(torch_linear_kernel),
+            (ends[0] + len(self.cutoffs), self.features),
+        )
+        tails = []
+        for k, (low, high) in enumerate(itertools.pairwise(ends), 1):
+            width = max(1, self.features // 4**k)
+            tails.append(
+                (
+                    self.param(f"projection_{k}", torch_linear_kernel, (self.features, width)),
+                    self.param(f"tail_{k}", _transposed(torch_linear_kernel), (high - low, width)),
+                )
+            )
+        self.tails = tails
+
+    def losses(
+        self, h: jax.Array, targets: jax.Array, weights: jax.Array, embedding: jax.Array | None
+    ) -> jax.Array:
+        """The sum of weighted losses of h ``[..., F]``, targets and weights ``[...]``."""
+        del embedding
+        h, targets, weights = wide(h).reshape(-1, self.features), targets.ravel(), weights.ravel()
+        first = self.cutoffs[0]
+        in_head = targets
+        for k, low in enumerate(self.cutoffs):
+            in_head = jnp.where(targets >= low, first + k, in_head)
+        loss = _unbiased(h, self.head, in_head, weights)
+        for (low, high), (projection, tail) in zip(self._ranges(), self.tails, strict=True):
+            own = (targets >= low) & (targets < high)
+            order = jnp.argsort(~own)  # its rows first
+            at = jnp.where(own, targets - low, 0)[order]
+            loss += _unbiased(h[order] @ projection, tail, at, (weights * own)[order])
+        return loss
+
+    def __call__(self, h: jax.Array, embedding: jax.Array | None) -> jax.Array:
+        """log p ``[..., V]`` of h ``[..., F]``."""
+        del embedding
+        h = wide(h)
+        head = jax.nn.log_softmax(h @ self.head.T)
+        first = self.cutoffs[0]
+        log_p = [head[..., :first]]
+        for k, (projection, tail) in enumerate(self.tails):
+            inside = jax.nn.log_softmax(h @ projection @ tail.T)
+            log_p.append(head[..., first + k, None] + inside)
+        return jnp.concatenate(log_p, axis=-1)
+
+    def _ranges(self) -> list[tuple[int, int]]:
+        return list(zip(self.cutoffs, [*self.cutoffs[1:], self.words], strict=True))
+
+
+def _unbiased(h: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+    none = jnp.zeros(len(table), h.dtype)
+    return cross_entropy(h, table, none, targets, weights, chunk_rows(len(table)))
+
+
+@functools.cache
+def _transposed(kernel_init: Any) -> Any:
+    """An initializer for ``[out, in]`` from one for ``[in, out]``."""
+
+    def init(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
+        return kernel_init(key, shape[::-1], dtype).T
+
+    return init

@@ -110,7 +110,7 @@ class Gate:
         if self.downsize < 1:
             raise ValueError(f"Gate downsize must be at least 1, got {self.downsize}.")
         if self.tmax is not None and not 2 < self.tmax < math.inf:
-            raise ValueError(f"Gate tmax must be above 2 and finite (or None), got {self.tmax}.")
+            raise ValueError(f"Gate tmax must be above 2 and finite, got {self.tmax}.")
         if self.master and (self.tied or self.refine or self.refine_input):
             raise ValueError("A gate with master gates has free f and i that are not refined.")
         if self.refine_input and self.tied:

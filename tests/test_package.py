@@ -144,7 +144,7 @@ ROOMS = (
     {"figures"},
     {"training"},
     {"command"},
-    {"copy", "adding", "pixels"},
+    {"copy", "adding", "pixels", "language_model"},
     {"forgetting", "transfer_copy"},
     {"catalog"},
     {"compare", "diagnose"},

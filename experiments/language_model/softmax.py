@@ -103,15 +103,15 @@ def _over_chunks(
 
     def work(sums: Any, h: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
         loss, d_weights = sums
-        logits = h @ table.T + bias
+        logits = h @ table.T + bias[None]
         log_total = jax.nn.logsumexp(logits, axis=-1)
         of_target = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
         loss = loss + (weights * (log_total - of_target)).sum()
         if not gradients:
             return (loss, d_weights), None
         d_table, d_bias = d_weights
-        chosen = targets[:, None] == jnp.arange(len(table), dtype=targets.dtype)
-        d = weights[:, None] * (jnp.exp(logits - log_total[:, None]) - chosen.astype(h.dtype))
+        chosen = jax.nn.one_hot(targets, len(table), dtype=h.dtype)
+        d = weights[:, None] * (jnp.exp(logits - log_total[:, None]) - chosen)
         return (loss, (d_table + d.T @ h, d_bias + d.sum(axis=0))), d @ table
 
     def rest(sums: Any, h: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
@@ -168,7 +168,8 @@ class FullSoftmax(nn.Module):
     def __call__(self, h: jax.Array, embedding: jax.Array | None) -> jax.Array:
         """log p ``[..., V]`` of h ``[..., F]``."""
         h, table = self._weights(h, embedding)
-        return jax.nn.log_softmax(h @ table.T + self.bias)
+        bias = jnp.expand_dims(self.bias, range(h.ndim - 1))
+        return jax.nn.log_softmax(h @ table.T + bias)
 
     def _weights(self, h: jax.Array, embedding: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         h = wide(h)

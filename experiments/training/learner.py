@@ -3,8 +3,9 @@ devices."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -54,8 +55,9 @@ class Learner:
         self.mesh = DeviceMesh(training.batch_size)
         self._shapes = self.task.shapes(training.batch_size)
         self._update = Update(config, self.task, self._module, self.mesh)
-        self._state_shapes = jax.eval_shape(self._initial, Lane(*_LANE))
-        self._window_shapes = jax.eval_shape(self._window, Lane(*_LANE))
+        with _backends_own_words(config.model.backend):
+            self._state_shapes = jax.eval_shape(self._initial, Lane(*_LANE))
+            self._window_shapes = jax.eval_shape(self._window, Lane(*_LANE))
         self._check_memory()
         self.lanes = Lanes(training.lanes, self.mesh.platform)
 
@@ -166,12 +168,8 @@ class Learner:
         check_axes(f"the axes of {task.name}", self._window_shapes, task.axes, rows)
         stream = self._state_shapes.stream
         check_axes(f"the stream axes of {task.name}", stream, task.stream_axes, rows)
-        try:
+        with _backends_own_words(self._config.model.backend):
             self._advance_jit[self._streamed].trace(*self._advance_shapes())
-        except ValueError as error:
-            if self._config.model.backend in ("auto", "scan"):
-                raise
-            raise UserError(f"--backend={self._config.model.backend}: {error}") from error
 
     def load(self) -> None:
         """Loads the data: after this, states can be scored."""
@@ -377,6 +375,17 @@ class Learner:
             "a batch and the states at its steps": memory.bytes_of(window) + kept // self.mesh.size,
         }
         memory.check(needed, self.mesh.platform, "--batch_size, --length, --hidden_size or --seeds")
+
+
+@contextlib.contextmanager
+def _backends_own_words(backend: str) -> Iterator[None]:
+    """Why a backend that was asked for does not serve the model, as a ``UserError``."""
+    try:
+        yield
+    except ValueError as error:
+        if backend in ("auto", "scan"):
+            raise
+        raise UserError(f"--backend={backend}: {error}") from error
 
 
 _LANE: Any = (jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32))

@@ -12,7 +12,7 @@ from flax import linen as nn
 
 from experiments.machine.mesh import Rows, probed_axes
 from experiments.settings.model import ModelSettings
-from recurrent_gates import GATO, RNN, Cell, Stack, draw_noise
+from recurrent_gates import RNN, Cell, Stack, draw_noise
 from recurrent_gates.initializers import torch_embedding, torch_linear_bias, torch_linear_kernel
 
 
@@ -178,8 +178,6 @@ class Pass:
 
 def width_of(cell: Cell) -> int:
     """The width of what a cell emits; a foreign cell's is the last field of its carry."""
-    if isinstance(cell, GATO):
-        return cell.units
     return getattr(cell, "features", 0) or cell.initial((1,))[-1].shape[-1]
 
 

@@ -271,7 +271,8 @@ def started(monkeypatch, *argv):
     calls = []
     monkeypatch.setattr("experiments.training.loop.run", lambda *given: calls.append(given))
     main.train_one(COPY, flags.parse(["copy", *argv], DEFINE))
-    return calls[0][:2]
+    config, workdir, *_ = calls[0]
+    return config, str(workdir)
 
 
 def test_flags_reach_the_config(monkeypatch):

@@ -275,7 +275,7 @@ def test_a_protocol_says_what_has_no_default(name):
         values = ALL[name].values(protocol)
         known = ALL[name].known()
         without_effect = set(values) - set(known)  # such as an embedding of numbers: none
-        assert without_effect <= {"embedding"}
+        assert without_effect <= {"embedding", "embedding_dropout"}
         assert not any(values[setting].value for setting in without_effect)
         assert set(known) - set(values) <= of_the_cell | {"epochs"}
 

@@ -144,7 +144,7 @@ ROOMS = (
     {"figures"},
     {"training"},
     {"command"},
-    {"copy", "adding", "pixels", "language_model"},
+    {"copy", "adding", "pixels", "language_model", "sentiment"},
     {"forgetting", "transfer_copy"},
     {"catalog"},
     {"compare", "diagnose"},

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from experiments.settings.errors import UserError
+
+_Taken = TypeVar("_Taken")
 
 _DEFAULT = Path("~", "tensorflow_datasets")
 
@@ -43,6 +45,28 @@ def read(path: Path, split: str, shape: tuple[int, ...]) -> tuple[np.ndarray, np
     Raises:
       UserError: if tensorflow-datasets is missing or cannot read the files.
     """
+
+    def taken(source: Any) -> tuple[np.ndarray, np.ndarray]:
+        images = np.empty((len(source), *shape), np.uint8)
+        labels = np.empty(len(source), np.uint8)
+        for index, example in enumerate(_examples(source)):
+            images[index], labels[index] = example["image"], example["label"]
+        return images, labels
+
+    return _taken(path, split, taken)
+
+
+def read_texts(path: Path, split: str) -> tuple[list[str], list[int]]:
+    """Texts and labels of one split; for the rest see ``read``."""
+
+    def taken(source: Any) -> tuple[list[str], list[int]]:
+        examples = list(_examples(source))
+        return [one["text"].decode() for one in examples], [int(one["label"]) for one in examples]
+
+    return _taken(path, split, taken)
+
+
+def _taken(path: Path, split: str, take: Callable[[Any], _Taken]) -> _Taken:
     try:
         import tensorflow_datasets as tfds
     except ImportError:
@@ -50,18 +74,13 @@ def read(path: Path, split: str, shape: tuple[int, ...]) -> tuple[np.ndarray, np
             f"{path} needs tensorflow-datasets: pip install tensorflow-datasets array_record."
         ) from None
     try:
-        source = tfds.builder_from_directory(str(path)).as_data_source(split=split)
-        images = np.empty((len(source), *shape), np.uint8)
-        labels = np.empty(len(source), np.uint8)
-        for index, example in enumerate(_examples(source)):
-            images[index], labels[index] = example["image"], example["label"]
+        return take(tfds.builder_from_directory(str(path)).as_data_source(split=split))
     except Exception as error:  # whatever it makes of a damaged or a foreign file
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"tensorflow-datasets cannot read {path} without TensorFlow ({reason.rstrip('.')}); "
             "sets prepared with --file_format=array_record it can."
         ) from None
-    return images, labels
 
 
 def _examples(source: Any) -> Iterator[dict[str, Any]]:

@@ -15,12 +15,12 @@ import numpy as np
 from flax import linen as nn
 
 from experiments import datasets
-from experiments.pixels.permutation import permuted
 from experiments.pixels.settings import PixelsSettings
 from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
 from experiments.settings.model import ModelSettings
 from experiments.training.models import Decoder, SequenceModel, wide
+from experiments.training.permutation import permuted
 from experiments.training.supervised import Batch, SupervisedTask
 from recurrent_gates import RNN, Stack
 

@@ -58,6 +58,11 @@ class SupervisedTask(BaseTask, abc.ABC):
     def score(self, outputs: jax.Array, batch: Batch) -> dict[str, jax.Array]:
         """``{"loss": [B], metric name: [B], ...}``, one value for each example."""
 
+    def outputs(self, apply: Apply, params: Any, inputs: jax.Array) -> jax.Array:
+        """What is scored; a task of ragged examples says here which steps are valid."""
+        outputs: jax.Array = apply(params, inputs)
+        return outputs
+
     def example(self) -> tuple[jax.Array]:
         inputs = next(iter(self.shapes(1)["sets"].values())).inputs
         return (jnp.zeros((1, 1, *inputs.shape[2:]), inputs.dtype),)
@@ -67,7 +72,10 @@ class SupervisedTask(BaseTask, abc.ABC):
         return jax.eval_shape(lambda: self._arrays(self.load()))
 
     def data(self) -> Resident:
-        loaded = self.read() if hasattr(self, "read") else jax.jit(self.load)()
+        return self.resident(self.read() if hasattr(self, "read") else jax.jit(self.load)())
+
+    def resident(self, loaded: Any) -> Resident:
+        """What ``load`` or ``read`` returns, with the evaluation sets."""
         return Resident(jax.jit(self._arrays)(loaded))
 
     def _arrays(self, loaded: Any) -> dict[str, Any]:
@@ -81,7 +89,7 @@ class SupervisedTask(BaseTask, abc.ABC):
 
     def loss(self, apply: Apply, params: Any, window: Batch, stream: Any, train: bool) -> Outcome:
         del train
-        scores = self.score(apply(params, window.inputs), window)
+        scores = self.score(self.outputs(apply, params, window.inputs), window)
         sums = {name: _total(score, window.counts) for name, score in scores.items()}
         return Outcome(sums["loss"], sums, stream)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.pixels.permutation import permuted
+from experiments.training.permutation import permuted
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 1293, 54_000])

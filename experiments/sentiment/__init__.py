@@ -1,0 +1,1 @@
+"""Is a review of a film in favour of it? ``python -m experiments.sentiment``."""

@@ -1,0 +1,92 @@
+"""Reviews that are made up: what they say of the film is turned by words far from it.
+
+A review is words of no meaning in which stand, at random places,
+
+- near its start perhaps the word "hardly", which turns the verdict of the whole review;
+- three statements SUBJECT was ADVERB ADJECTIVE, one of a film and two of something else. The
+  adverb "not" turns its own statement alone.
+
+The verdict is the film's adjective, turned by each of the two. So the words alone do not tell
+it, whatever their counts: one must know which adjective is the film's and remember "hardly".
+
+Letters: T steps, B batch.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+FILMS = ("film", "movie", "picture")
+OTHERS = ("book", "weather", "crowd", "seat", "trailer")
+GOOD = ("good", "great", "fine", "superb", "clever", "moving", "bright", "strong")
+BAD = ("bad", "poor", "dull", "awful", "clumsy", "empty", "grim", "weak")
+ADVERBS = ("very", "rather", "quite", "so")
+_FILLERS = (
+    "the and then we of a in it that my with on for her his at by this they as or from there "
+    "after one who all seen told came went back home once night friends evening people others"
+)
+FILLERS = tuple(_FILLERS.split())
+
+WORDS = ("", "hardly", "not", "was", *FILMS, *OTHERS, *GOOD, *BAD, *ADVERBS, *FILLERS)
+"""The vocabulary; the first is the padding in front of a review."""
+
+_SHORTEST = 24  # words of a review: three statements and "hardly" have room
+_STATEMENTS = 3
+_OPENING = 6  # "hardly" stands among so many first words
+_HARDLY = 0.3  # probability that a review has it
+_NOT = 0.25  # and a statement its "not"
+
+
+def reviews(key: jax.Array, length: int, count: int) -> tuple[jax.Array, jax.Array]:
+    """Words int32 ``[T, B]``, with padding in front, and verdicts bool ``[B]``, in favour or not.
+
+    Args:
+      key: a PRNG key.
+      length: T; a review has 24 words to so many.
+      count: B.
+    """
+    keys = jax.random.split(key, count)
+    words, verdicts = jax.vmap(lambda key: _review(key, length))(keys)
+    return words.T, verdicts
+
+
+def _review(key: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+    keys = iter(jax.random.split(key, 12))
+    size = jax.random.randint(next(keys), (), _SHORTEST, length + 1)
+    words = _one_of(next(keys), FILLERS, (length,))
+    hardly = jax.random.bernoulli(next(keys), _HARDLY)
+    at = jax.random.randint(next(keys), (), 0, _OPENING)
+    words = words.at[at].set(jnp.where(hardly, WORDS.index("hardly"), words[at]))
+    # The rest is cut into as many stretches as there are statements of four words.
+    stretch = (size - _OPENING) // _STATEMENTS
+    shape = (_STATEMENTS,)
+    starts = _OPENING + stretch * jnp.arange(_STATEMENTS, dtype=jnp.int32)
+    starts = starts + jax.random.randint(next(keys), shape, 0, stretch - 3)
+    of_film = jnp.arange(_STATEMENTS) == jax.random.randint(next(keys), (), 0, _STATEMENTS)
+    subjects = jnp.where(
+        of_film, _one_of(next(keys), FILMS, shape), _one_of(next(keys), OTHERS, shape)
+    )
+    negated = jax.random.bernoulli(next(keys), _NOT, shape)
+    adverbs = jnp.where(negated, WORDS.index("not"), _one_of(next(keys), ADVERBS, shape))
+    adjectives = _one_of(next(keys), GOOD + BAD, shape)
+    was = jnp.full(shape, WORDS.index("was"), jnp.int32)
+    statements = jnp.stack([subjects, was, adverbs, adjectives], axis=1)
+    places = starts[:, None] + jnp.arange(4, dtype=jnp.int32)[None]
+    words = words.at[places].set(statements)
+    good = adjectives < WORDS.index(BAD[0])
+    verdict = (of_film & (good ^ negated)).any() ^ hardly
+    # The review ends at the last step, with padding in front.
+    step = jnp.arange(length, dtype=jnp.int32) - (length - size)
+    return jnp.where(step < 0, 0, words[jnp.maximum(step, 0)]), verdict
+
+
+def _one_of(key: jax.Array, words: tuple[str, ...], shape: tuple[int, ...]) -> jax.Array:
+    """Some of the words, which stand beside each other in the vocabulary, int32."""
+    first = WORDS.index(words[0])
+    return jax.random.randint(key, shape, first, first + len(words), jnp.int32)
+
+
+def text(words: jax.Array) -> str:
+    """A review ``[T]`` in words."""
+    return " ".join(WORDS[int(word)] for word in words if word)

@@ -383,10 +383,10 @@ def _origin() -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = None
-    return {"commit": _commit(), "versions": versions, "device": device_name()}
+    return {"commit": commit(), "versions": versions, "device": device_name()}
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The clone's commit, with ``-dirty`` if files differ from it; None outside of git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

@@ -16,11 +16,11 @@ from experiments.command import tables
 from experiments.compare import table
 from experiments.records.reporting import say
 from experiments.records.workdir import Workdir
-from experiments.settings.config import Config
 from experiments.settings.errors import UserError
 from experiments.settings.fields import shown_value
 from experiments.settings.metrics import Metric
 
+TRANSFER = "transfer.json"  # what transfer copy leaves
 POINTS = 50  # of a learning curve, about
 _SWEPT = ("seed", "seeds", "learning_rates", "steps", "epochs")  # they make no row of their own
 _NAME = re.compile(r"[a-z0-9_]+")
@@ -46,7 +46,7 @@ class Record:
       watched: what the rate is chosen by, a value for each seed.
       curve: ``{"step": [n], "value": [[score of each seed], ...]}``, or empty.
       parameters: of the recurrent layer.
-      seconds: of training.
+      seconds: of training, all rates of the run together.
       note: what else is to be known.
     """
 
@@ -149,29 +149,38 @@ def add(workdirs: Sequence[Path], directory: Path, name: str, unfinished: bool =
     """
     if not _NAME.fullmatch(name):
         raise UserError(f"--to={name}: the name is of small letters, digits and underscores.")
-    entries = [
-        entry for workdir in workdirs for one in _runs_in(workdir) for entry in table.read(one)
-    ]
+    places = [one for workdir in workdirs for one in _places(workdir)]
     path = directory / f"{name}.json"
     results = read(path) if path.exists() else None
-    for entry in entries:
-        if not entry.finished and not unfinished:
-            raise UserError(
-                f"the run in {entry.workdir} is not finished, but at step "
-                f"{entry.rows[-1]['step']}: go on with it, or give --unfinished."
-            )
-        own = (entry.config.task.name, entry.metric)
+    count = 0
+    for place in places:
+        new = transfer_results(place) if place.name == TRANSFER else _of_run(place, unfinished)
         if results is None:
-            results = Results(*own, runs=[])
-        if (results.experiment, results.metric.name) != (own[0], own[1].name):
+            results = dataclasses.replace(new, runs=[])
+        own = (new.experiment, new.metric.name)
+        if (results.experiment, results.metric.name) != own:
             raise UserError(
-                f"{path} is of {results.experiment} and its {results.metric.name}, and the run in "
-                f"{entry.workdir} of {own[0]} and its {own[1].name}; choose another --to."
+                f"{path} is of {results.experiment} and its {results.metric.name}, and {place} of "
+                f"{own[0]} and its {own[1]}; choose another --to."
             )
-        _put(results.runs, record(entry), path)
+        for one in new.runs:
+            _put(results.runs, one, path)
+            count += 1
     assert results is not None
     write(path, results)
-    say(f"{path}: {len(entries)} of its {len(results.runs)} results are of these runs")
+    say(f"{path}: {count} of its {len(results.runs)} results are of these runs")
+
+
+def _of_run(workdir: Path, unfinished: bool) -> Results:
+    """The results of the run in a workdir, one for each learning rate."""
+    entries = table.read(workdir)
+    first = entries[0]
+    if not first.finished and not unfinished:
+        raise UserError(
+            f"the run in {workdir} is not finished, but at step {first.rows[-1]['step']}: go on "
+            "with it, or give --unfinished."
+        )
+    return Results(first.config.task.name, first.metric, [record(entry) for entry in entries])
 
 
 def _put(runs: list[Record], new: Record, path: Path) -> None:
@@ -192,10 +201,13 @@ def _put(runs: list[Record], new: Record, path: Path) -> None:
     runs.append(new)
 
 
-def _runs_in(directory: Path) -> Iterator[Path]:
-    """A workdir, or those in a directory such as a sweep's."""
+def _places(directory: Path) -> Iterator[Path]:
+    """A workdir, those in a directory such as a sweep's, or what transfer copy left."""
     if (directory / "config.json").is_file():
         yield directory
+        return
+    if (directory / TRANSFER).is_file():
+        yield directory / TRANSFER
         return
     inside = sorted(path.parent for path in directory.glob("*/config.json"))
     if not inside:
@@ -213,21 +225,17 @@ def record(entry: table.Entry) -> Record:
         settings={
             "cell": config.model.cell,
             "protocol": config.protocol,
-            **{
-                name.rstrip("_"): _plain(value)
-                for name, value in config.overrides.items()
-                if name not in (*_SWEPT, "cell", "data_dir", "backend")
-            },
+            **_shared(config.overrides),
         },
         seeds=[seed for seed, _ in config.training.lanes[lanes]],
         values=[_rounded(value) for value in entry.values],
         scored_on=summary.get("scored_on", entry.watched),
         step=entry.rows[-1]["step"],
         finished=entry.finished,
-        command=command(config),
+        command=command(config.task.name, config.protocol, config.overrides),
         device=recorded["device"],
         revision=recorded.get("commit"),
-        identity=row_digest(config),
+        identity=row_digest(config.identity()),
         rate=entry.rate,
         watched=_watched(entry, summary, lanes),
         curve=_thin(entry),
@@ -236,23 +244,83 @@ def record(entry: table.Entry) -> Record:
     )
 
 
-def command(config: Config) -> str:
+def transfer_results(path: Path) -> Results:
+    """The results of transfer copy's ``transfer.json``: a record for each run and delay.
+
+    Raises:
+      UserError: if it is damaged, or of a version that did not say what runs it is of.
+    """
+    try:
+        content = json.loads(path.read_text())
+        return Results(
+            "transfer_copy",
+            Metric("accuracy", True, _chance(content), "chance"),
+            [
+                _transferred(one, int(delay), values)
+                for one in content.values()
+                for delay, values in one["accuracy"].items()
+            ],
+        )
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration):
+        raise UserError(
+            f"{path} is damaged or of an earlier version: transfer copy's command makes it again."
+        ) from None
+
+
+def _chance(content: Mapping[str, Any]) -> float:
+    """The accuracy of guessing in a ``transfer.json``."""
+    return 1 / next(iter(content.values()))["run"]["identity"]["task.symbols"]
+
+
+def _transferred(one: Mapping[str, Any], delay: int, values: list[float | None]) -> Record:
+    run, lanes = one["run"], one["lanes"]
+    overrides = {n: tuple(v) if isinstance(v, list) else v for n, v in run["overrides"].items()}
+    return Record(
+        settings={
+            "cell": run["cell"],
+            "protocol": run["protocol"],
+            **_shared(overrides),
+            "delay": delay,
+        },
+        seeds=[seed for seed, _ in lanes],
+        values=[_rounded(value) for value in values],
+        scored_on=f"{run['sequences']} fresh sequences",
+        step=run["steps"],
+        finished=True,
+        command=command("transfer_copy", run["protocol"], overrides),  # trains and evaluates
+        device=run["device"],
+        revision=run["commit"],
+        identity=row_digest({**run["identity"], "delay": delay}),
+        rate=lanes[0][1],
+    )
+
+
+def _shared(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of a run that all seeds and rates of its row share."""
+    return {
+        name.rstrip("_"): _plain(value)
+        for name, value in overrides.items()
+        if name not in (*_SWEPT, "cell", "data_dir", "backend")
+    }
+
+
+def command(name: str, protocol: str, overrides: Mapping[str, Any]) -> str:
     """The command line of a run, without paths and devices."""
     flags = [
-        f"--{name.rstrip('_')}={_flag(value)}"
-        for name, value in config.overrides.items()
-        if name not in ("data_dir", "backend")
+        f"--{flag.rstrip('_')}={_flag(value)}"
+        for flag, value in overrides.items()
+        if flag not in ("data_dir", "backend")
     ]
-    words = ["python", "-m", f"experiments.{config.task.name}", f"--protocol={config.protocol}"]
-    return " ".join([*words, *flags])
+    return " ".join(["python", "-m", f"experiments.{name}", f"--protocol={protocol}", *flags])
 
 
-def row_digest(config: Config) -> str:
-    """8 hexadecimal digits of all settings that change the mathematics but for seeds and rates."""
+def row_digest(identity: Mapping[str, Any]) -> str:
+    """8 hexadecimal digits of what changes the mathematics of a run but for its seeds and rates."""
     without = ("training.seed", "training.seeds", "training.learning_rates")
-    identity = {name: value for name, value in config.identity().items() if name not in without}
-    text = json.dumps(identity, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    own = {name: value for name, value in identity.items() if name not in without}
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _flag(value: Any) -> str:
@@ -276,6 +344,8 @@ def _watched(
     entry: table.Entry, summary: Mapping[str, Any], lanes: slice
 ) -> list[float | None] | None:
     """The scores that a rate may be chosen by: never those of a test set."""
+    if entry.config.training.reports_best and summary.get("scored_on") == entry.watched:
+        return [_rounded(value) for value in entry.values]
     if best := summary.get(entry.watched, {}).get(entry.metric.name):
         return [_rounded(one["value"]) for one in best["per_run"]][lanes]
     return [_rounded(value) for value in entry.curve[-1]]

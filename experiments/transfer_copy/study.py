@@ -17,6 +17,7 @@ from experiments.command.runs import Finished
 from experiments.copy.settings import COPY
 from experiments.copy.task import CopyTask
 from experiments.records.reporting import say
+from experiments.records.workdir import commit
 from experiments.settings.config import Config
 from experiments.settings.errors import UserError
 from experiments.training.learner import Learner
@@ -129,8 +130,8 @@ def evaluate(
 
     Returns:
       What ``transfer.json`` holds: for each label, and each learning rate if a run has several,
-      the delay of training, the lanes (seed, rate) and ``{delay: [accuracy of each lane, None if
-      it diverged]}``.
+      the delay of training, what run it is, the lanes (seed, rate) and ``{delay: [accuracy of each
+      lane, None if it diverged]}``.
 
     Raises:
       UserError: if the directory cannot be made.
@@ -144,6 +145,7 @@ def evaluate(
         for name, lanes in lanes_by_label.items():
             results[name] = {
                 "trained_at": one.config.task.length,
+                "run": _described(one),
                 "lanes": one.config.training.lanes[lanes],
                 "accuracy": {},
             }
@@ -168,6 +170,21 @@ def evaluate(
         say,
     )
     return results
+
+
+def _described(finished: Finished) -> dict[str, Any]:
+    """Settings and origin of a run, for what is made of the file later."""
+    config, summary = finished.config, finished.summary
+    return {
+        "cell": config.model.cell,
+        "protocol": config.protocol,
+        "overrides": config.overrides,
+        "identity": config.identity(),
+        "sequences": SEQUENCES,
+        "steps": summary["steps"],
+        "device": summary.get("device"),
+        "commit": commit(),
+    }
 
 
 def accuracies(finished: Finished, delay: int) -> list[float | None]:

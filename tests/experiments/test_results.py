@@ -10,7 +10,6 @@ import tomllib
 import pytest
 from absl.flags import Error
 
-from experiments.adding.settings import ADDING
 from experiments.command import flags
 from experiments.copy.settings import COPY
 from experiments.records.workdir import Workdir, append_row
@@ -20,6 +19,7 @@ from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
 from experiments.settings.resolver import resolve
 from experiments.sweep import plan
+from experiments.transfer_copy.settings import TRANSFER_COPY
 from tests.experiments.support import ROOT, TINY, tiny
 
 RESULTS = ROOT / "docs" / "results"
@@ -69,6 +69,7 @@ def test_a_run_is_kept_with_all_that_it_takes_to_make_it_again(tmp_path):
     assert one.settings["decoder"] == [4, 3]
     assert not {"seed", "seeds", "learning_rates", "steps"} & set(one.settings)
     assert one.curve["step"] == [0, 2, 4]
+    assert one.watched == one.values  # of the best parameters, not of the last
     assert other.curve["value"][1] == pytest.approx([0.122, 0.123])
 
     words = shlex.split(one.command)
@@ -94,6 +95,7 @@ def test_a_directory_of_runs_is_each_of_them(tmp_path):
         written(tmp_path / "sweep" / f"{seed}", tiny(seed=seed), [0.5 + seed / 10])
     records.add([tmp_path / "sweep"], tmp_path, "copy")
     assert [(one.seeds, one.values) for one in kept(tmp_path)] == [([0], [0.5]), ([1], [0.6])]
+    assert [one.watched for one in kept(tmp_path)] == [[pytest.approx(0.14)]] * 2  # the last
     (row,) = page.rows(records.read(tmp_path / "copy.json"), {})
     assert (row.values, row.finished, row.steps) == ([0.5, 0.6], True, [4])
 
@@ -361,9 +363,28 @@ def test_a_sweep_that_waits_can_be_read(path, tmp_path):
     assert plan.read(path, tmp_path)
 
 
-def test_settings_of_another_task_are_named_too(tmp_path):
-    assert records.command(
-        resolve(ADDING, "small", {"cell": "lstm", "learning_rates": (1e-3,)})
-    ) == ("python -m experiments.adding --protocol=small --cell=lstm --learning_rates=0.001")
-    assert records.row_digest(tiny()) == records.row_digest(tiny(seed=3, learning_rates=(1.0,)))
-    assert records.row_digest(tiny()) != records.row_digest(tiny(hidden_size=TINY["batch_size"]))
+def test_the_digest_of_a_row_leaves_seeds_and_rates_out():
+    digest = records.row_digest(tiny().identity())
+    assert digest == records.row_digest(tiny(seed=3, learning_rates=(1.0,)).identity())
+    assert digest != records.row_digest(tiny(hidden_size=TINY["batch_size"]).identity())
+
+
+def test_transfer_is_kept_for_each_delay(tmp_path):
+    config = resolve(TRANSFER_COPY, "small", {"seeds": 2, "detach_prob": 0.25})
+    run = {"cell": "lstm", "protocol": "small", "overrides": config.overrides, "steps": 25_000}
+    run |= {"identity": config.identity(), "sequences": 5000, "device": "cpu x 1", "commit": "a"}
+    lanes = [[seed, rate] for seed, rate in config.training.lanes]
+    accuracy = {"20": [0.9, 1.0], "40": [0.5, None]}
+    one = {"trained_at": 20, "run": run, "lanes": lanes, "accuracy": accuracy}
+    (tmp_path / "transfer.json").write_text(json.dumps({"detach-0.25": one}))
+    records.add([tmp_path], tmp_path, "delays")
+    results = records.read(tmp_path / "delays.json")
+    assert (results.experiment, results.metric.baseline) == ("transfer_copy", 0.125)
+    rows = {row.label: row.values for row in page.rows(results, {})}
+    assert rows == {"lstm delay=20": [0.9, 1.0], "lstm delay=40": [0.5, None]}
+    assert {one.command for one in results.runs} == {
+        "python -m experiments.transfer_copy --protocol=small --seeds=2 --detach_prob=0.25"
+    }
+    (tmp_path / "transfer.json").write_text(json.dumps({"detach-0.25": {**one, "run": None}}))
+    with pytest.raises(UserError, match="is damaged or of an earlier version"):
+        records.add([tmp_path], tmp_path, "delays")

@@ -139,6 +139,8 @@ def test_finished_runs_become_one_table(copies, finished, tmp_path, drawn, capsy
     one, two, bad = results.values()
     assert one["trained_at"] == two["trained_at"] == bad["trained_at"] == 4
     assert one["lanes"] == [[0, 1e-2]]
+    assert one["run"]["identity"] == finished["plain"].config.identity()
+    assert two["run"]["overrides"]["detach_prob"] == 0.25
     assert two["lanes"] == [[0, 1e-2], [1, 1e-2]]
     assert bad["lanes"] == [[0, 1e30], [1, 1e30]]
     rows = []

@@ -13,6 +13,7 @@ gaps leave the range of any float, so they are returned as log10; -inf is a norm
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -238,6 +239,7 @@ def step_jacobians(
     carry_fns = tuple(carry_fns)
     noise = (None,) * len(carry_fns) if noise is None else tuple(noise)
     run = trajectory(cell, params, xs, carry, carry_fns=carry_fns, noise=noise)
+    cell, carry_fns, noise = cell.around(carry_fns, noise)
     steps = xs.shape[0]
     carry_fns += tuple(Detach(1.0, field) for field in blocked)
     noise += (jnp.ones((steps,), bool),) * len(blocked)
@@ -270,24 +272,83 @@ def step_jacobians(
     return Jacobian(jax.lax.map(one_step, (run.before, run.z, noise)), widths)
 
 
-def _products(factors: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Products of the last g factors, g = 0 ... T, as (matrix, exponent): matrix * 2**exponent.
+class _Scaled(NamedTuple):
+    """A block of a matrix, ``matrix * 2**exponent``: its largest entry is in [1/2, 1), or 0.
 
-    Powers of two are taken out, so nothing overflows and nothing is rounded by it.
+    Attributes:
+      matrix: ``[..., rows, columns]``.
+      exponent: int ``[...]``.
     """
-    one = jnp.broadcast_to(jnp.eye(factors.shape[-1], dtype=factors.dtype), factors.shape[1:])
-    start = (one, jnp.zeros(factors.shape[1:-2], jnp.int32))
 
-    def body(state: tuple[jax.Array, jax.Array], factor: jax.Array) -> Any:
-        product, exponent = state
-        product = jnp.matmul(product, factor, precision="highest")
-        _, shift = jnp.frexp(jnp.max(jnp.abs(product), axis=(-2, -1)))
-        product = jnp.ldexp(product, -shift[..., None, None])
-        state = (product, exponent + shift)
+    matrix: jax.Array
+    exponent: jax.Array
+
+
+_ZERO = -(2**24)  # the exponent of a block of zeros, below that of any other
+_Blocks = tuple[tuple[_Scaled, ...], ...]  # by field of the rows and field of the columns
+
+
+def _scaled(matrix: jax.Array, exponent: jax.Array) -> _Scaled:
+    largest = jnp.max(jnp.abs(matrix), axis=(-2, -1))
+    _, shift = jnp.frexp(largest)
+    exponent = jnp.where(largest == 0, _ZERO, exponent + shift)
+    return _Scaled(jnp.ldexp(matrix, -shift[..., None, None]), exponent)
+
+
+def _aligned(blocks: Sequence[_Scaled]) -> tuple[list[jax.Array], jax.Array]:
+    """The matrices of blocks on their largest exponent, and that exponent."""
+    exponent = functools.reduce(jnp.maximum, [block.exponent for block in blocks])
+    least = -2 * jnp.finfo(blocks[0].matrix.dtype).maxexp  # nothing is left of what is lower
+
+    def aligned(block: _Scaled) -> jax.Array:
+        shift = jnp.maximum(block.exponent - exponent, least)
+        return jnp.ldexp(block.matrix, shift[..., None, None])
+
+    return [aligned(block) for block in blocks], exponent
+
+
+def _products(factors: jax.Array, widths: Sequence[int]) -> _Blocks:
+    """Products of the last g factors, g = 0 ... T, by blocks of these widths, ``[T + 1, ...]``.
+
+    Powers of two are taken out of each block by itself, so that nothing overflows, a block is not
+    lost beside a larger one, and nothing is rounded by it.
+    """
+    edges = [0, *itertools.accumulate(widths)]
+    spans = [slice(*pair) for pair in itertools.pairwise(edges)]
+
+    def blocks(matrix: jax.Array) -> _Blocks:
+        none = jnp.zeros(matrix.shape[:-2], jnp.int32)
+        return tuple(tuple(_scaled(matrix[..., i, j], none) for j in spans) for i in spans)
+
+    one = jnp.broadcast_to(jnp.eye(factors.shape[-1], dtype=factors.dtype), factors.shape[1:])
+    start = blocks(one)
+
+    def product(row: Sequence[_Scaled], column: Sequence[_Scaled]) -> _Scaled:
+        terms = [
+            _scaled(jnp.matmul(a.matrix, b.matrix, precision="highest"), a.exponent + b.exponent)
+            for a, b in zip(row, column, strict=True)
+        ]
+        matrices, exponent = _aligned(terms)
+        return _scaled(functools.reduce(jnp.add, matrices), exponent)
+
+    def body(state: _Blocks, factor: jax.Array) -> Any:
+        columns = list(zip(*blocks(factor), strict=True))
+        state = tuple(tuple(product(row, column) for column in columns) for row in state)
         return state, state
 
     _, rest = jax.lax.scan(body, start, factors, reverse=True)
     return jax.tree.map(lambda a, b: jnp.concatenate([a[None], b[::-1]]), start, rest)
+
+
+def _joined(blocks: Sequence[Sequence[_Scaled]]) -> _Scaled:
+    """Blocks as one matrix."""
+    matrices, exponent = _aligned([block for row in blocks for block in row])
+    count = len(blocks[0])
+    rows = [
+        jnp.concatenate(matrices[start : start + count], axis=-1)
+        for start in range(0, len(matrices), count)
+    ]
+    return _Scaled(jnp.concatenate(rows, axis=-2), exponent)
 
 
 @jax.jit
@@ -300,16 +361,31 @@ def state_jacobians(steps: Jacobian) -> Jacobian:
     Returns:
       Products ``[T + 1, ..., N, N]``; entry g is over the last g steps, entry 0 the identity.
     """
-    matrix, exponent = _products(steps.matrix)
-    return Jacobian(jnp.ldexp(matrix, exponent[..., None, None]), steps.widths)
+    products = _products(steps.matrix, [width for _, width in steps.widths])
+    rows = [
+        jnp.concatenate(
+            [jnp.ldexp(block.matrix, block.exponent[..., None, None]) for block in row], axis=-1
+        )
+        for row in products
+    ]
+    return Jacobian(jnp.concatenate(rows, axis=-2), steps.widths)
 
 
-def _log10_norm(matrix: jax.Array, exponent: jax.Array) -> jax.Array:
-    """log10 of the spectral norm of matrix * 2**exponent."""
-    largest = jnp.linalg.svd(matrix, compute_uv=False)[..., 0]
-    return jnp.log10(largest) + exponent.astype(largest.dtype) * jnp.log10(2.0).astype(
+def _log10_norm(block: _Scaled) -> jax.Array:
+    """log10 of the spectral norm of a block."""
+    largest = jnp.linalg.svd(block.matrix, compute_uv=False)[..., 0]
+    return jnp.log10(largest) + block.exponent.astype(largest.dtype) * jnp.log10(2.0).astype(
         largest.dtype
     )
+
+
+def _places(steps: Jacobian, field: Field) -> range:
+    """Which of the fields a field, or ``ALL``, is."""
+    if field == ALL:
+        return range(len(steps.widths))
+    steps.where(field)  # an unknown field is an error
+    place = steps.fields.index(field)
+    return range(place, place + 1)
 
 
 @functools.partial(jax.jit, static_argnames=("of", "wrt"))
@@ -322,10 +398,12 @@ def gap_norms(steps: Jacobian, *, of: Field = ALL, wrt: Field = ALL) -> jax.Arra
       wrt: a field of the earlier carry.
 
     Returns:
-      ``[T + 1, ...]``; entry g is over the last g steps.
+      ``[T + 1, ...]``; entry g is over the last g steps. However small a block is beside the
+      others, its norm is to the dtype's precision.
     """
-    matrix, exponent = _products(steps.matrix)
-    return _log10_norm(Jacobian(matrix, steps.widths).block(of, wrt), exponent)
+    products = _products(steps.matrix, [width for _, width in steps.widths])
+    rows, columns = _places(steps, of), _places(steps, wrt)
+    return _log10_norm(_joined([[products[i][j] for j in columns] for i in rows]))
 
 
 def gradient_paths(
@@ -410,13 +488,13 @@ def lecture_paths(
     scale = cell.output_activation(c) * o * (1 - o)
     weight = jnp.swapaxes(params["recurrent_kernel"]["o"], -1, -2).astype(scale.dtype)
     factors = scale[..., :, None] * weight.reshape((1,) * (scale.ndim - 1) + weight.shape)
-    matrix, exponent = _products(factors)
+    ((products,),) = _products(factors, [factors.shape[-1]])
     largest = jnp.max(jnp.abs(scale), axis=(0, -1))  # K
     one = jnp.log10(largest * jnp.linalg.norm(weight, ord=2))
     steps = jnp.arange(1, len(c) + 1, dtype=one.dtype).reshape(-1, *(1,) * one.ndim)
     return LecturePaths(
         jnp.max(reading[None] + kept, axis=-1),
-        _log10_norm(matrix[1:], exponent[1:]),
+        _log10_norm(_Scaled(products.matrix[1:], products.exponent[1:])),
         steps * one[None],
     )
 

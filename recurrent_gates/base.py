@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from recurrent_gates import mixing
+from recurrent_gates.carry import CarryFn, Noise
 from recurrent_gates.gates import Gate
 from recurrent_gates.initializers import Initializer
 from recurrent_gates.shapes import lead
@@ -144,6 +146,14 @@ class Cell(nn.RNNCellBase):
         """An accumulated field brought back into its range; the identity by default."""
         del name
         return total
+
+    @nn.nowrap
+    def around(self, carry_fns: Sequence[CarryFn], noise: Sequence[Noise]) -> mixing.Around:
+        """The cell, carry functions and noise that run where these are asked for.
+
+        They differ where zoneout mixes the two values of a field that is kept within a period.
+        """
+        return mixing.bounds_last(self, carry_fns, noise)
 
     # What the fused backend needs: the recurrent products by name, so that their inputs and
     # cotangents can be collected and the weights' gradients formed outside the loop.

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import export
 
+from recurrent_gates import mixing
 from recurrent_gates.base import (
     Activation,
     Cell,
@@ -28,6 +29,7 @@ from recurrent_gates.base import (
     Slots,
     dense,
 )
+from recurrent_gates.carry import CarryFn, Noise, Zoneout
 from recurrent_gates.gates import GATES, Gate
 from recurrent_gates.gato import GATO, GatedDecay, GATOMap, OneLayer, TwoLayer
 
@@ -370,6 +372,8 @@ class FlaxCell(Cell):
 
     The carry is a plain tuple: the foreign carry's fields in order, then y. So
     ``Detach(p, field=1)`` detaches h of ``FlaxCell(nn.LSTMCell(8))``, whose carry is (c, h).
+    Where y is a copy of a field, as in Flax's own cells, it is a copy of what zoneout kept of it;
+    where it is not, ``Zoneout`` on another field than y is a ValueError.
 
     Attributes:
       module: the foreign cell, with features on the last axis only.
@@ -413,6 +417,27 @@ class FlaxCell(Cell):
     def emit(self, params: Params, carry: tuple, z: jax.Array) -> jax.Array:
         del params, z
         return carry[-1]
+
+    @nn.nowrap
+    def around(self, carry_fns: Sequence[CarryFn], noise: Sequence[Noise]) -> mixing.Around:
+        if not any(isinstance(fn, Zoneout) for fn in carry_fns):
+            return self, tuple(carry_fns), tuple(noise)
+        copied, fields = _copied_field(self._inner())
+        name = f"FlaxCell({type(self.module).__name__})"
+        return self, *mixing.copies_last(copied, fields, name, carry_fns, noise)
+
+
+@functools.lru_cache
+def _copied_field(module: nn.RNNCellBase) -> tuple[int | None, int]:
+    """(which leaf of its carry a cell's y is, if any; how many leaves there are, y included)."""
+
+    def step(key: jax.Array) -> list[jax.Array]:
+        carry = module.initialize_carry(key, (1,))
+        (carry, y), _ = module.init_with_output(key, carry, jnp.zeros((1,)))
+        return [*jax.tree.leaves(carry), y]
+
+    *fields, y = jax.make_jaxpr(step)(jax.random.key(0)).jaxpr.outvars
+    return next((n for n, field in enumerate(fields) if field is y), None), len(fields) + 1
 
 
 class UnknownCellError(KeyError):

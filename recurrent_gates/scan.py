@@ -234,6 +234,7 @@ def unroll(
     elif noise is None:
         noise = draw_noise(carry_fns, key, steps, batch_shape)
     noise = _checked_noise(noise, carry_fns, steps)
+    cell, carry_fns, noise = cell.around(carry_fns, noise)
 
     if valid is not None:  # NaN in padding must not reach project
         xs = jax.tree.map(lambda x: jnp.where(expand(valid, x), x, jnp.zeros_like(x)), xs)

@@ -54,6 +54,7 @@ from recurrent_gates.scan import (
     kept,
     masked_output,
 )
+from recurrent_gates.shapes import is_symbolic
 
 _CACHE_BYTES = 2**20  # of projections in a chunk, on a CPU
 _CHUNK_BYTES = 2**26  # the same elsewhere
@@ -82,7 +83,7 @@ def chunk(request: Request) -> int | None:
     """
     cell, steps = request.settings.cell, jax.tree.leaves(request.xs)[0].shape[0]
     cpu = jax.default_backend() == "cpu"
-    if not (cpu or cell.accumulated) or not steps:
+    if not (cpu or cell.accumulated) or not steps or is_symbolic(request.xs):
         return None
     weights = cell.recurrent_weights(request.params)
     z = jax.eval_shape(cell.project, request.params, request.xs)

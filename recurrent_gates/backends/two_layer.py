@@ -27,7 +27,7 @@ from recurrent_gates import pointwise
 from recurrent_gates.backends.rows import on_one_cpu
 from recurrent_gates.base import Carry, Cell, Params
 from recurrent_gates.gato import GATO, GATOState, TwoLayer
-from recurrent_gates.shapes import lead
+from recurrent_gates.shapes import is_symbolic, lead
 
 _FEW = 6  # inputs; each sum forms p again, and at 7 that costs what it saves
 _SUMMED = 16  # rows in one sum; with 8 XLA's loop is not made of vector operations
@@ -44,7 +44,7 @@ def is_two_layer(cell: Cell) -> bool:
 
 def serves(cell: Cell, params: Params, xs: Any, carry: Carry) -> bool:
     """Whether a cell's increments are faster by ``increment``: few inputs, on one CPU device."""
-    if not is_two_layer(cell) or not on_one_cpu():
+    if not is_two_layer(cell) or not on_one_cpu() or is_symbolic(xs):
         return False
     assert isinstance(carry, GATOState)
     dtype = cell.dtype or jnp.result_type(xs, params["g"]["kernel"]["s"])

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from recurrent_gates import mixing
+from recurrent_gates import checks, mixing, pickling
 from recurrent_gates.carry import CarryFn, Noise
 from recurrent_gates.gates import Gate
-from recurrent_gates.initializers import Initializer
+from recurrent_gates.initializers import Initializer, orthogonal
 from recurrent_gates.shapes import lead
 
 Params = Mapping[str, Any]
@@ -30,7 +30,6 @@ Activation = Callable[[jax.Array], jax.Array]
 Product = Callable[[str, jax.Array], jax.Array]
 
 _LECUN = nn.initializers.lecun_normal()
-_ORTHOGONAL = nn.initializers.orthogonal()
 _ZEROS = nn.initializers.zeros
 
 
@@ -98,6 +97,7 @@ class Cell(nn.RNNCellBase):
         """One step: the next carry."""
         if not self.accumulated:
             raise TypeError(f"{type(self).__name__} must define step(params, carry, z_t).")
+        checks.step(self, carry, z_t)
         new = self.recur(params, carry, z_t)
         added = self.increment(params, carry, z_t)
         return new._replace(
@@ -198,10 +198,13 @@ class Cell(nn.RNNCellBase):
                 f"{type(self).__name__}.init_params must return a dict of parameters, "
                 f"got {type(shapes).__name__}."
             )
+        if not self.is_initializing():
+            checks.params(self, self.variables.get("params", {}), in_features)
         return {name: self.param(name, entry, name) for name in shapes}
 
     def __call__(self, carry: Carry, inputs: jax.Array) -> tuple[Carry, jax.Array]:
         """(carry, x) -> (carry, y) for one step."""
+        checks.call(self, carry, inputs)
         params = self.weights(jnp.shape(inputs)[-1])
         z = self.project(params, inputs)
         carry = self.step(params, carry, z)
@@ -216,6 +219,9 @@ class Cell(nn.RNNCellBase):
     @property
     def num_feature_axes(self) -> int:
         return 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickling.reduced(self)
 
 
 # ---------------------------------------------------------------------------------------
@@ -246,6 +252,8 @@ def linear_project(
     Raises:
       ValueError: if x is not floating point or D differs from the kernel's.
     """
+    checks.kernels(params)
+    checks.one_array(x)
     x = jnp.asarray(x)
     first = next(iter(params["kernel"].values()))
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -316,6 +324,8 @@ def pre_activations(
 
 
 def dense(params: Params, z_t: Slots, separate: Sequence[str] = ()) -> Product:
+    checks.kernels(params, "recurrent_kernel")
+    checks.projections(z_t)
     return pre_activations(
         lambda slot, x, dtype: dense_product(params, slot, x, dtype, separate), z_t, separate
     )
@@ -341,13 +351,13 @@ class SlotCell(Cell):
     features: int
     bias_vectors: int = 1
     kernel_init: Initializer = _LECUN
-    recurrent_kernel_init: Initializer = _ORTHOGONAL
+    recurrent_kernel_init: Initializer = orthogonal
     bias_init: Initializer = _ZEROS
     dtype: Any = None
     param_dtype: Any = jnp.float32
 
     def __post_init__(self) -> None:
-        check_sizes(type(self).__name__, self.features, self.bias_vectors)
+        checks.cell_settings(self)
         super().__post_init__()
 
     @property
@@ -367,10 +377,13 @@ class SlotCell(Cell):
     @nn.nowrap
     def zeros(self, batch_shape: Sequence[int]) -> jax.Array:
         """A field of the initial carry, ``[*batch_shape, F]``, float32 at least."""
-        return jnp.zeros((*batch_shape, self.features), state_dtype(self.param_dtype))
+        shape = (*checks.shape("batch_shape", batch_shape), self.features)
+        return jnp.zeros(shape, state_dtype(self.param_dtype))
 
     @nn.nowrap
     def init_params(self, key: jax.Array, in_features: int) -> dict[str, Any]:
+        checks.key("key", key)
+        in_features = checks.in_features(in_features)
         gate, dtype, slots = self._gate, self.param_dtype, self.slots
         keys = iter(jax.random.split(key, 4 * len(slots) + 2))
         params: dict[str, Any] = {
@@ -405,6 +418,7 @@ class SlotCell(Cell):
 
     @nn.nowrap
     def step(self, params: Params, carry: Carry, z_t: Slots) -> Carry:
+        checks.step(self, carry, z_t)
         return self.update(carry, z_t, dense(params, z_t, self.separate))
 
     @nn.nowrap
@@ -419,10 +433,3 @@ class SlotCell(Cell):
     @nn.nowrap
     def product(self, weights: Params, slot: str, x: jax.Array, dtype: Any) -> jax.Array:
         return dense_product(weights, slot, x, dtype, self.separate)
-
-
-def check_sizes(name: str, features: int, bias_vectors: int) -> None:
-    if isinstance(features, bool) or not isinstance(features, int) or features < 1:
-        raise ValueError(f"{name} needs a positive integer number of features, got {features!r}.")
-    if bias_vectors not in (1, 2):
-        raise ValueError(f"{name} has 1 or 2 bias vectors, got {bias_vectors}.")

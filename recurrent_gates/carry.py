@@ -14,8 +14,10 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
+from recurrent_gates import checks
 from recurrent_gates.shapes import expand
 
 Carry = Any
@@ -76,9 +78,10 @@ class CarryFn:
 
     def __post_init__(self) -> None:
         # Only plain numbers can be checked: under a transformation p is a tracer.
-        if isinstance(self.p, (bool, int, float)) and not 0 <= self.p <= 1:
+        plain = isinstance(self.p, (bool, int, float, np.integer, np.floating))
+        if isinstance(self.p, str) or (plain and not 0 <= self.p <= 1):
             raise ValueError(
-                f"{type(self).__name__} needs a probability in [0, 1], got p = {self.p}."
+                f"{type(self).__name__} needs a probability in [0, 1], got p = {self.p!r}."
             )
 
     @property
@@ -244,6 +247,9 @@ def draw_noise(
     Raises:
       ValueError: if a function draws and ``key`` is None.
     """
+    carry_fns = checks.carry_fns(carry_fns, CarryFn)
+    if key is not None:
+        checks.key("key", key)
     noise: list[Noise] = []
     for index, fn in enumerate(carry_fns):
         if not fn.draws:

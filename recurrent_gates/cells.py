@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import export
 
-from recurrent_gates import mixing
+from recurrent_gates import checks, mixing
 from recurrent_gates.base import (
     Activation,
     Cell,
@@ -84,6 +84,10 @@ class Elman(SlotCell):
     """
 
     activation: Activation = jnp.tanh
+
+    def __post_init__(self) -> None:
+        checks.function("Elman activation", self.activation, "jnp.tanh")
+        super().__post_init__()
 
     @nn.nowrap
     def initial(self, batch_shape: Sequence[int]) -> HiddenState:
@@ -200,6 +204,11 @@ class LSTM(SlotCell):
     forget_gate: bool = True
 
     def __post_init__(self) -> None:
+        name = type(self).__name__
+        checks.instance(f"{name} gate", self.gate, Gate, "GATES['ur']")
+        checks.function(f"{name} activation", self.activation, "jnp.tanh")
+        checks.function(f"{name} output_activation", self.output_activation, "jnp.tanh")
+        checks.flag(f"{name} forget_gate", self.forget_gate)
         if not self.forget_gate:
             changed = dataclasses.replace(self.gate, forget_bias=1.0) != GATES["standard"]
             if changed:
@@ -318,6 +327,9 @@ class GRU(SlotCell):
     def __post_init__(self) -> None:
         if self.reset not in ("after", "before", False):
             raise ValueError(f"GRU reset must be 'after', 'before' or False, got {self.reset!r}.")
+        name = type(self).__name__
+        checks.instance(f"{name} gate", self.gate, Gate, "GATES['ur']")
+        checks.function(f"{name} activation", self.activation, "jnp.tanh")
         super().__post_init__()
         self.gate.check(self.features)
 
@@ -501,4 +513,9 @@ GATO's take ``rate`` (lambda) and, with two layers, ``hidden`` (k).
 
 def count_parameters(params: Any) -> int:
     """The number of scalars in a tree of parameters (arrays or shapes)."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    leaves = jax.tree.leaves(params)
+    for leaf in leaves:
+        if not hasattr(leaf, "shape"):
+            got = checks.described(leaf)
+            raise ValueError(f"params must be a tree of arrays or of shapes, got {got} in it.")
+    return sum(math.prod(leaf.shape) for leaf in leaves)

@@ -16,14 +16,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import export
 
-from recurrent_gates import pointwise
+from recurrent_gates import checks, pointwise
 from recurrent_gates.base import (
     Activation,
     Cell,
     Params,
     Product,
     Slots,
-    check_sizes,
     linear_project,
     pre_activations,
     state_dtype,
@@ -110,6 +109,8 @@ class SlotMap(GATOMap):
         return linear_project(params, x, dtype=dtype)
 
     def __call__(self, params: Params, r: jax.Array, z: Slots) -> jax.Array:
+        checks.kernels(params, "recurrent_kernel")
+        checks.projections(z)
         return self.combine(
             params,
             r,
@@ -136,6 +137,9 @@ class GatedDecay(SlotMap):
     """
 
     rate: float = 0.7
+
+    def __post_init__(self) -> None:
+        checks.number("GatedDecay rate", self.rate)
 
     def slots(self, units: int) -> dict[str, int]:
         return {"gate": units, "candidate": units}
@@ -172,8 +176,7 @@ class TwoLayer(SlotMap):
     hidden: int = 32
 
     def __post_init__(self) -> None:
-        if self.hidden < 1:
-            raise ValueError(f"TwoLayer needs at least 1 hidden unit, got {self.hidden}.")
+        checks.whole_number("TwoLayer needs a whole number of hidden units", self.hidden)
 
     def slots(self, units: int) -> dict[str, int]:
         return {"s": self.hidden * units}
@@ -218,6 +221,7 @@ def gato_step(
     Returns:
       The next r and s, float32 at least.
     """
+    checks.projections(z_t)
     s = carry.s + g(params.get("g", {}), carry.r, z_t["g"])
     return GATOState(f(params.get("f", {}), carry.r, z_t["f"]), pointwise.wrap(s, period))
 
@@ -264,7 +268,11 @@ class GATO(Cell):
     param_dtype: Any = jnp.float32
 
     def __post_init__(self) -> None:
-        check_sizes("GATO", self.features, self.bias_vectors)
+        checks.cell_settings(self)
+        checks.instance("GATO f", self.f, GATOMap, "GatedDecay()")
+        checks.instance("GATO g", self.g, GATOMap, "OneLayer() or TwoLayer()")
+        checks.function("GATO gamma", self.gamma, "jnp.cos")
+        checks.flag("GATO emit_s_only", self.emit_s_only)
         if self.features % 2:
             raise ValueError(
                 "GATO's hidden size is 2J, pairs of r and s, and must be even; "
@@ -274,8 +282,10 @@ class GATO(Cell):
             raise ValueError(
                 f"GATO s_update must be accumulate, zero or replace, got {self.s_update!r}."
             )
-        if isinstance(self.wrap, str) and self.wrap != "auto":
-            raise ValueError(f"GATO wrap must be a period, None or 'auto', got {self.wrap!r}.")
+        if self.wrap is not None and self.wrap != "auto":
+            if not isinstance(self.wrap, (int, float)) or not 0 < self.wrap < math.inf:
+                got = checks.described(self.wrap)
+                raise ValueError(f"GATO wrap must be a period above 0, None or 'auto', got {got}.")
         super().__post_init__()
 
     @property
@@ -300,6 +310,8 @@ class GATO(Cell):
 
     @nn.nowrap
     def init_params(self, key: jax.Array, in_features: int) -> dict[str, Any]:
+        checks.key("key", key)
+        in_features = checks.in_features(in_features)
         f_key, g_key = jax.random.split(key)
         params = {
             "f": self.f.init(f_key, in_features, self),
@@ -309,11 +321,15 @@ class GATO(Cell):
 
     @nn.nowrap
     def initial(self, batch_shape: Sequence[int]) -> GATOState:
-        zeros = jnp.zeros((*batch_shape, self.units), state_dtype(self.param_dtype))
+        shape = (*checks.shape("batch_shape", batch_shape), self.units)
+        zeros = jnp.zeros(shape, state_dtype(self.param_dtype))
         return GATOState(zeros, zeros)
 
     @nn.nowrap
     def project(self, params: Params, x: jax.Array) -> dict[str, Any]:
+        for name in ("f", "g"):
+            if isinstance(getattr(self, name), SlotMap):
+                checks.kernels(params.get(name))
         zero = self.s_update == "zero"  # g is not read
         return {
             "f": self.f.project(params.get("f", {}), x, self.dtype),

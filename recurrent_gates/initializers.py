@@ -7,6 +7,7 @@ equal settings compare equal and share one compilation.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -15,8 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
+
+from recurrent_gates import checks
 
 Initializer = Callable[..., jax.Array]
+
+_ORTHOGONAL = nn.initializers.orthogonal()
 
 # Chrono's unknown timescale: terms summed one by one before the tail is integrated.
 _CHRONO_TABLE = 10_000
@@ -34,7 +40,7 @@ def uniform_gate_bias(
       key: PRNG key.
       features: d, the hidden size, at least 3. Master gates use the hidden size too.
       shape: shape of the draw; default ``[features]``.
-      dtype: dtype of the result.
+      dtype: dtype of the result; it is drawn in float32 at least.
 
     Returns:
       The biases; ``sigmoid(b)`` is uniform on [1/d, 1 - 1/d].
@@ -42,14 +48,20 @@ def uniform_gate_bias(
     Raises:
       ValueError: if ``features`` is below 3, where the interval is empty.
     """
-    if features < 3:
+    checks.key("key", key)
+    if not isinstance(features, (int, np.integer)) or features < 3:
         raise ValueError(
             "Uniform gate initialisation draws from U[1/d, 1 - 1/d] and needs d >= 3; "
             f"got d = {features}."
         )
-    shape = (features,) if shape is None else tuple(shape)
-    u = jax.random.uniform(key, shape, dtype, 1 / features, 1 - 1 / features)
-    return jnp.log(u) - jnp.log1p(-u)
+    shape = (features,) if shape is None else checks.shape("shape", shape)
+    u = jax.random.uniform(key, shape, _drawn(dtype), 1 / features, 1 - 1 / features)
+    return (jnp.log(u) - jnp.log1p(-u)).astype(dtype)
+
+
+def _drawn(dtype: Any) -> Any:
+    """The dtype of a draw: bfloat16 has no number between 1 - 1/128 and 1 to draw."""
+    return dtype if jnp.dtype(dtype).itemsize >= 4 else jnp.float32
 
 
 def chrono_bias(
@@ -67,7 +79,7 @@ def chrono_bias(
         unknown timescale of UR-gates B.3, b = log T with P(T = k) proportional to
         1 / (k log^2(k + 1)). That law has no mean, so a few units start at forget gates that
         round to 1.
-      dtype: dtype of the result.
+      dtype: dtype of the result; it is drawn in float32 at least.
 
     Returns:
       The biases, all >= 0. The input gate's are their negatives (eq. 18).
@@ -75,11 +87,12 @@ def chrono_bias(
     Raises:
       ValueError: if ``tmax`` is 2 or less, or not finite.
     """
-    shape = tuple(shape)
+    checks.key("key", key)
+    shape, wanted, dtype = checks.shape("shape", shape), dtype, _drawn(dtype)
     if tmax is not None:
-        if not 2 < tmax < math.inf:
-            raise ValueError(f"Chrono initialisation needs a finite tmax above 2, got {tmax}.")
-        return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, tmax - 1.0))
+        if isinstance(tmax, str) or not 2 < tmax < math.inf:
+            raise ValueError(f"Chrono initialisation needs a finite tmax above 2, got {tmax!r}.")
+        return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, tmax - 1.0)).astype(wanted)
     k = np.arange(1, _CHRONO_TABLE + 1, dtype=np.float64)
     # Beyond the table 1/(k log^2(k+1)) integrates to 1/log k.
     edge = math.log(_CHRONO_TABLE + 1.0)
@@ -91,17 +104,29 @@ def chrono_bias(
     survival = jnp.maximum(1 - u, jnp.finfo(dtype).tiny) * jnp.asarray(total, dtype)
     tail = 1 / survival  # P(T > t) = 1/log t there, so log T = 1/P
     head = jnp.asarray(np.log(k), dtype)[jnp.minimum(index, _CHRONO_TABLE - 1)]
-    return jnp.where(index < _CHRONO_TABLE, head, jnp.maximum(tail, jnp.asarray(edge, dtype)))
+    tail = jnp.maximum(tail, jnp.asarray(edge, dtype))
+    return jnp.where(index < _CHRONO_TABLE, head, tail).astype(wanted)
+
+
+def orthogonal(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
+    """``nn.initializers.orthogonal()``, drawn in float32 at least: a CPU factorises no bfloat16."""
+    return _ORTHOGONAL(key, tuple(shape), _drawn(dtype)).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SymmetricUniform:
+    scale: float
+
+    def __call__(
+        self, key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32
+    ) -> jax.Array:
+        return jax.random.uniform(key, tuple(shape), dtype, -self.scale, self.scale)
 
 
 @functools.cache
 def symmetric_uniform(scale: float) -> Initializer:
     """U[-scale, scale] for every leaf; GATO's is ``symmetric_uniform(0.1)`` (GATO, B.2)."""
-
-    def init(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
-        return jax.random.uniform(key, tuple(shape), dtype, -scale, scale)
-
-    return init
+    return _SymmetricUniform(scale)
 
 
 def torch_recurrent(features: int) -> Initializer:

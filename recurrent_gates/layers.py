@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from recurrent_gates import checks, pickling
 from recurrent_gates.base import Carry, Cell
 from recurrent_gates.carry import CarryFn, Noise, draw_noise
 from recurrent_gates.scan import Backend, unroll
@@ -37,6 +38,9 @@ class RNN(nn.Module):
       variable_axes, variable_broadcast, variable_carry, split_rngs: accepted for the sake of
         ``nn.RNN``'s signature; a cell here has parameters only, so other values than the
         defaults are an error.
+
+    Raises:
+      TypeError: if ``cell`` is not a ``Cell``.
     """
 
     cell: Cell
@@ -65,7 +69,11 @@ class RNN(nn.Module):
                 "Cells here have parameters and no other variables: leave variable_axes, "
                 "variable_broadcast, variable_carry and split_rngs at their defaults."
             )
+        checks.cell("RNN", self.cell, Cell)
         super().__post_init__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickling.reduced(self)
 
     def __call__(
         self,
@@ -102,23 +110,19 @@ class RNN(nn.Module):
           ys, laid out as the inputs with F features, or (carry, ys).
 
         Raises:
-          TypeError: if ``cell`` is not a ``Cell``.
-          ValueError: as ``unroll`` does.
+          ValueError: as ``unroll`` does, and if the parameters are not those of the cell.
         """
         del init_key
-        if not isinstance(self.cell, Cell):
-            raise TypeError(
-                f"RNN drives recurrent_gates cells; wrap {type(self.cell).__name__} in FlaxCell."
-            )
-        return_carry = self.return_carry if return_carry is None else return_carry
-        time_major = self.time_major if time_major is None else time_major
-        reverse = self.reverse if reverse is None else reverse
-        keep_order = self.keep_order if keep_order is None else keep_order
-        carry_fns = tuple(self.carry_fns if carry_fns is None else carry_fns)
-
-        inputs = jnp.asarray(inputs)
-        if inputs.ndim < 2:
-            raise ValueError(f"Inputs must have time and feature axes, got {inputs.shape}.")
+        return_carry, time_major, reverse, keep_order = _flags(
+            self, return_carry, time_major, reverse, keep_order
+        )
+        deterministic = checks.flag("deterministic", deterministic)
+        carry_fns = checks.carry_fns(self.carry_fns if carry_fns is None else carry_fns, CarryFn)
+        inputs = _sequence(inputs)
+        if seq_lengths is not None:
+            seq_lengths = jnp.asarray(seq_lengths)
+        valid = checks.laid_out("valid", valid, inputs.shape[:-1])
+        resets = checks.laid_out("resets", resets, inputs.shape[:-1])
         params = self.cell.weights(inputs.shape[-1])
         if not time_major:
             time = inputs.ndim - 2
@@ -150,6 +154,23 @@ class RNN(nn.Module):
         if not time_major:
             ys = jnp.moveaxis(ys, 0, -2)
         return (carry, ys) if return_carry else ys
+
+
+def _flags(layer: RNN | Stack, *given: bool | None) -> tuple[bool, ...]:
+    """The options of a call, those of the layer in the place of None."""
+    names = ("return_carry", "time_major", "reverse", "keep_order")
+    return tuple(
+        checks.flag(name, getattr(layer, name) if value is None else value)
+        for name, value in zip(names, given, strict=True)
+    )
+
+
+def _sequence(inputs: Any) -> jax.Array:
+    checks.one_array(inputs)
+    inputs = jnp.asarray(inputs)
+    if inputs.ndim < 2:
+        raise ValueError(f"Inputs must have time and feature axes, got {inputs.shape}.")
+    return inputs
 
 
 def _flip(ys: jax.Array, lengths: jax.Array | None) -> jax.Array:
@@ -190,11 +211,20 @@ class Stack(nn.Module):
     backend: str | Backend = "auto"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.cells, Sequence) or isinstance(self.cells, str):
+            got = checks.described(self.cells)
+            raise ValueError(f"Stack needs a sequence of cells, got {got}.")
         if not self.cells:
             raise ValueError("Stack needs at least one cell.")
+        for cell in self.cells:
+            checks.cell("Stack", cell, Cell)
+        checks.number("Stack dropout", self.dropout)
         if not 0 <= self.dropout <= 1:
             raise ValueError(f"Stack dropout must be in [0, 1], got {self.dropout}.")
         super().__post_init__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickling.reduced(self)
 
     def setup(self) -> None:
         self.layers = [
@@ -228,23 +258,24 @@ class Stack(nn.Module):
             instead of draws from the ``"dropout"`` rng.
         """
         count = len(self.cells)
-        return_carry = self.return_carry if return_carry is None else return_carry
-        time_major = self.time_major if time_major is None else time_major
-        reverse = self.reverse if reverse is None else reverse
-        keep_order = self.keep_order if keep_order is None else keep_order
+        return_carry, time_major, reverse, keep_order = _flags(
+            self, return_carry, time_major, reverse, keep_order
+        )
+        deterministic = checks.flag("deterministic", deterministic)
+        if seq_lengths is not None:
+            seq_lengths = jnp.asarray(seq_lengths)
         per_layer = _per_layer(self.carry_fns if carry_fns is None else carry_fns, count)
         for name, value in (("initial_carry", initial_carry), ("noise", noise)):
-            if value is not None and len(value) != count:
-                raise ValueError(f"{name} needs one entry per layer: {count}, got {len(value)}.")
+            if value is not None and (checks.is_array(value) or len(value) != count):
+                got = checks.described(value) if checks.is_array(value) else len(value)
+                raise ValueError(f"{name} needs one entry per layer: {count}, got {got}.")
 
         if masks is not None and len(masks) != count - 1:
             raise ValueError(
                 f"masks needs one entry per layer but the last: {count - 1}, got {len(masks)}."
             )
 
-        y = jnp.asarray(inputs)
-        if y.ndim < 2:
-            raise ValueError(f"Inputs must have time and feature axes, got {y.shape}.")
+        y = _sequence(inputs)
         if noise is None and not deterministic:
             steps, batch = (
                 (y.shape[0], y.shape[1:-1]) if time_major else (y.shape[-2], y.shape[:-2])
@@ -294,10 +325,11 @@ class Stack(nn.Module):
 
 def _per_layer(carry_fns: Sequence[Any], count: int) -> list[tuple[CarryFn, ...]]:
     """The carry functions of each layer, from one list for all or a list of lists."""
-    if any(isinstance(entry, CarryFn) for entry in carry_fns) or not carry_fns:
-        return [tuple(carry_fns)] * count
+    listed = isinstance(carry_fns, Sequence) and not isinstance(carry_fns, str)
+    if not listed or not carry_fns or not all(isinstance(e, (list, tuple)) for e in carry_fns):
+        return [checks.carry_fns(carry_fns, CarryFn)] * count
     if len(carry_fns) != count:
         raise ValueError(
             f"carry_fns has {len(carry_fns)} lists of carry functions for {count} layers."
         )
-    return [tuple(fns) for fns in carry_fns]
+    return [checks.carry_fns(fns, CarryFn) for fns in carry_fns]

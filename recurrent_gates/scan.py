@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from recurrent_gates import checks
 from recurrent_gates.base import Carry, Cell, Params
 from recurrent_gates.carry import CarryFn, Noise, apply_after, apply_before, draw_noise
 from recurrent_gates.shapes import expand
@@ -181,7 +182,8 @@ def unroll(
       xs: inputs ``[T, *batch, D]``.
       carry: the carry before the first step; default ``cell.initial(batch)``.
       fresh: the carry that a reset takes; default ``cell.initial(batch)``.
-      lengths: int ``[*batch]``, short for ``valid[t] = t < lengths``.
+      lengths: int ``[*batch]`` from 0 to T, short for ``valid[t] = t < lengths``. Under ``jit``
+        there are no values to check: then less than 0 counts as 0, and more than T as T.
       valid: bool ``[T, *batch]``, any pattern. An invalid step holds the carry and emits
         zeros; its input, NaN included, reaches neither values nor gradients.
       resets: bool ``[T, *batch]``: the step starts from ``fresh``, before x_t is read.
@@ -205,35 +207,38 @@ def unroll(
       (carry, ys) with ys ``[T, *batch, F]`` at the same t as their inputs.
 
     Raises:
-      ValueError: if shapes do not fit, if both lengths and valid are given, if a carry
+      TypeError: if ``cell`` is not a ``Cell``.
+      ValueError: if an argument is not what is said here, if both lengths and valid are given, if a carry
         function draws and there is neither key nor noise, or if the backend does not serve
         the request.
     """
-    leaves = jax.tree.leaves(xs)
-    if not leaves or any(jnp.ndim(leaf) < 2 for leaf in leaves):
-        shapes = [jnp.shape(leaf) for leaf in leaves]
-        raise ValueError(f"xs must be [T, *batch, D] with time first, got shapes {shapes}.")
-    steps, *batch = leaves[0].shape[:-1]
+    checks.cell("unroll", cell, Cell)
+    checks.sequence(xs)
+    checks.params(cell, params, xs.shape[-1] if checks.is_array(xs) else None)
+    steps, *batch = jax.tree.leaves(xs)[0].shape[:-1]
     batch_shape = tuple(batch)
     initial = cell.initial(batch_shape)
-    carry = initial if carry is None else checked_carry("carry", carry, initial)
-    fresh = initial if fresh is None else checked_carry("fresh", fresh, initial)
+    carry = initial if carry is None else checks.carry("carry", carry, initial)
+    fresh = initial if fresh is None else checks.carry("fresh", fresh, initial)
+    reverse = checks.flag("reverse", reverse)
+    deterministic = checks.flag("deterministic", deterministic)
     if return_carries not in ("last", "all"):
         raise ValueError(f"return_carries must be 'last' or 'all', got {return_carries!r}.")
     if unroll is None:
         unroll = _GPU_UNROLL if jax.default_backend() == "gpu" else 1
-    if unroll < 1:
-        raise ValueError(f"unroll is a number of steps, at least 1, got {unroll}.")
-    if remat is not None and remat < 1:
-        raise ValueError(f"remat is a chunk length of at least 1 step, got {remat}.")
+    unroll = checks.whole_number("unroll is a number of steps", unroll)
+    if remat is not None:
+        remat = checks.whole_number("remat is a chunk length in steps", remat)
     valid = _resolve_valid(lengths, valid, steps, batch_shape)
-    resets = checked_mask("resets", resets, steps, batch_shape)
-    carry_fns = tuple(carry_fns)
+    resets = checks.mask("resets", resets, steps, batch_shape)
+    carry_fns = checks.carry_fns(carry_fns, CarryFn)
+    if key is not None:
+        checks.key("key", key)
     if deterministic:
         noise = (None,) * len(carry_fns)
     elif noise is None:
         noise = draw_noise(carry_fns, key, steps, batch_shape)
-    noise = _checked_noise(noise, carry_fns, steps)
+    noise = checks.noise(noise, len(carry_fns), steps)
     cell, carry_fns, noise = cell.around(carry_fns, noise)
 
     if valid is not None:  # NaN in padding must not reach project
@@ -242,7 +247,7 @@ def unroll(
     stream = Stream(valid, resets, noise)
     keep = return_carries == "all"
     request = Request(settings, params, xs, carry, carry_fns, stream, keep)
-    chosen = _resolve(Backend(backend), request)
+    chosen = _resolve(_backend(backend), request)
     if not steps:
         remat = None
     if chosen is Backend.SCAN or not steps or 0 in batch_shape:  # nothing to speed up
@@ -253,6 +258,15 @@ def unroll(
     run = functools.partial(segment, settings, keep_carries=keep)
     out = _chunked(run, settings, params, xs, carry, fresh, carry_fns, stream, remat or chunk)
     return (out.carries if keep else out.carry), out.ys
+
+
+def _backend(name: str | Backend) -> Backend:
+    try:
+        return Backend(name)
+    except ValueError:
+        known = ", ".join(repr(backend.value) for backend in Backend)
+        got = checks.described(name)
+        raise ValueError(f"backend must be one of {known}, got {got}.") from None
 
 
 def _resolve(backend: Backend, request: Request) -> Backend:
@@ -350,22 +364,6 @@ def _chunked(
     return Segment(last, ys, carries)
 
 
-def checked_carry(name: str, carry: Carry, initial: Carry) -> Carry:
-    """The carry in the types of the initial one, or one sentence on what does not fit."""
-    got: Any = jax.tree.structure(carry)
-    want: Any = jax.tree.structure(initial)
-    if got != want:
-        if got.num_leaves == want.num_leaves:  # a plain tuple for a NamedTuple, say
-            carry = jax.tree.unflatten(want, jax.tree.leaves(carry))
-        else:
-            raise ValueError(f"{name} must be {type(initial).__name__} {want}, got {got}.")
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(carry)]
-    wanted = [leaf.shape for leaf in jax.tree.leaves(initial)]
-    if shapes != wanted:
-        raise ValueError(f"{name} has shapes {shapes}; this cell and batch need {wanted}.")
-    return jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype), carry, initial)
-
-
 def _resolve_valid(
     lengths: jax.Array | None,
     valid: jax.Array | None,
@@ -373,41 +371,9 @@ def _resolve_valid(
     batch_shape: tuple[int, ...],
 ) -> jax.Array | None:
     if lengths is None:
-        return checked_mask("valid", valid, steps, batch_shape)
+        return checks.mask("valid", valid, steps, batch_shape)
     if valid is not None:
         raise ValueError("Give lengths or valid, not both: lengths is short for a valid mask.")
-    lengths = jnp.asarray(lengths)
-    if not jnp.issubdtype(lengths.dtype, jnp.integer) or lengths.shape != batch_shape:
-        raise ValueError(
-            f"lengths must be integers of shape {batch_shape}, "
-            f"got {lengths.dtype} of shape {lengths.shape}."
-        )
+    lengths = checks.lengths(lengths, steps, batch_shape)
     time = jnp.arange(steps, dtype=lengths.dtype)
     return time.reshape(steps, *(1,) * len(batch_shape)) < lengths[None]
-
-
-def checked_mask(
-    name: str, mask: jax.Array | None, steps: int, batch_shape: tuple[int, ...]
-) -> jax.Array | None:
-    if mask is None:
-        return None
-    mask = jnp.asarray(mask)
-    if mask.shape != (steps, *batch_shape):
-        raise ValueError(f"{name} must have shape {(steps, *batch_shape)}, got {mask.shape}.")
-    return mask.astype(bool)
-
-
-def _checked_noise(
-    noise: Sequence[Noise], carry_fns: tuple[CarryFn, ...], steps: int
-) -> tuple[Noise, ...]:
-    noise = tuple(noise)
-    if len(noise) != len(carry_fns):
-        raise ValueError(
-            f"noise needs one entry per carry function: {len(carry_fns)}, got {len(noise)}."
-        )
-    for entry in jax.tree.leaves(noise):
-        if jnp.ndim(entry) < 1 or entry.shape[0] != steps:
-            raise ValueError(
-                f"noise must have leading axis T = {steps}, got shape {jnp.shape(entry)}."
-            )
-    return noise

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from recurrent_gates import checks
 from recurrent_gates.backends.accumulation import (
     CarryFns,
     joined,
@@ -39,12 +40,10 @@ from recurrent_gates.scan import (
     Settings,
     Stream,
     advance,
-    checked_carry,
-    checked_mask,
     kept,
     masked_output,
 )
-from recurrent_gates.shapes import expand
+from recurrent_gates.shapes import expand, is_symbolic
 
 _LOGGER = logging.getLogger("recurrent_gates")
 
@@ -60,6 +59,8 @@ def unsupported(request: Request) -> str | None:
     cell = request.settings.cell
     if not cell.diagonal:
         return f"{type(cell).__name__} does not say that its recurrent Jacobian is diagonal."
+    if is_symbolic(request.xs):
+        return "it cuts time into blocks by sizes, and these are symbolic."
     for fn, noise in zip(request.carry_fns, request.stream.noise, strict=True):
         get_field(request.carry, fn.field)  # an unknown field is an error under any backend
         if type(fn) not in (Detach, Damp, Zoneout):
@@ -126,14 +127,13 @@ def report(
       ValueError: if shapes do not fit, or if the cell does not say that its recurrent Jacobian is
         diagonal.
     """
-    leaves = jax.tree.leaves(xs)
-    if not leaves or any(jnp.ndim(leaf) < 2 for leaf in leaves):
-        raise ValueError(f"xs must be [T, *batch, D], got {[jnp.shape(leaf) for leaf in leaves]}.")
-    steps, *batch = leaves[0].shape[:-1]
+    checks.cell("report", cell, Cell)
+    checks.sequence(xs)
+    steps, *batch = jax.tree.leaves(xs)[0].shape[:-1]
     fresh = cell.initial(tuple(batch))
-    carry = fresh if carry is None else checked_carry("carry", carry, fresh)
-    valid = checked_mask("valid", valid, steps, tuple(batch))
-    resets = checked_mask("resets", resets, steps, tuple(batch))
+    carry = fresh if carry is None else checks.carry("carry", carry, fresh)
+    valid = checks.mask("valid", valid, steps, tuple(batch))
+    resets = checks.mask("resets", resets, steps, tuple(batch))
     if valid is not None:
         xs = jax.tree.map(lambda x: jnp.where(expand(valid, x), x, jnp.zeros_like(x)), xs)
     settings, stream = Settings(cell, reverse, 1, keep=True), Stream(valid, resets, ())

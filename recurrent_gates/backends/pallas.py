@@ -41,6 +41,7 @@ from recurrent_gates.base import Carry, Cell, Params, Product, Slots
 from recurrent_gates.carry import CarryFn, Damp, Detach, Zoneout, get_field, set_field
 from recurrent_gates.gato import GATO, GatedDecay
 from recurrent_gates.scan import Request, Segment, Settings, Stream, masked_output
+from recurrent_gates.shapes import is_symbolic
 
 # Bytes of recurrent weights that a kernel keeps beside all else: in VMEM, in one SM's registers.
 _RESIDENT = {"tpu": 5 * 2**20, "gpu": 2**17}
@@ -58,6 +59,8 @@ def unsupported(request: Request) -> str | None:
         return reason
     if not jax.tree_util.treedef_is_leaf(jax.tree.structure(request.xs)):
         return "its kernels read inputs of one array."
+    if is_symbolic(request.xs):
+        return "its kernels are cut by sizes, and these are symbolic."
     batch = request.xs.shape[1:-1]
     if any(leaf.ndim != len(batch) + 1 for leaf in jax.tree.leaves(request.carry)):
         return "its kernels hold carries of one feature axis."

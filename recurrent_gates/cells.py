@@ -471,7 +471,14 @@ _GATE_FIELDS = ("forget_bias", "downsize", "tmax", "bias_mode", "refine_bias")
 
 def _gated(cell: Callable[..., Cell], gate: Gate, /, features: int, **fields: Any) -> Cell:
     changes = {name: fields.pop(name) for name in _GATE_FIELDS if name in fields}
-    return cell(features, **{"gate": dataclasses.replace(gate, **changes), **fields})
+    if changes and "gate" in fields:
+        raise ValueError(f"Give a gate or its {', '.join(changes)}, not both.")
+    gate = dataclasses.replace(gate, **changes)
+    if "forget_bias" in changes:  # even 1, the default, is none of a gate's that starts elsewhere
+        gate.refuse(["forget_bias"])
+    if "forget_bias" in changes and fields.get("forget_gate") is False:
+        raise ValueError("forget_bias has no effect: forget_gate=False leaves no forget gate.")
+    return cell(features, **{"gate": gate, **fields})
 
 
 def _gato(g: Callable[..., GATOMap], /, features: int, *, rate: float = 0.7, **fields: Any) -> GATO:

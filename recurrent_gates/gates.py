@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from recurrent_gates import initializers
+from recurrent_gates import checks, initializers
 from recurrent_gates.shapes import lead
 
 _FROZEN = "frozen_b"
@@ -47,6 +47,8 @@ def cumax(x: jax.Array) -> jax.Array:
     Note:
       Computed in float32 or wider and clipped: the sum rounds to above 1 (1.016 in bfloat16).
     """
+    if not checks.is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"cumax takes a floating array, got {checks.described(x)}.")
     if x.dtype.itemsize < 4:
         x = x.astype(jnp.float32)
     return jnp.clip(jnp.cumsum(jax.nn.softmax(x, axis=-1), axis=-1), 0.0, 1.0)
@@ -74,8 +76,8 @@ class Gate:
       refine_bias: a refine gate starts at ``"negative"``, -b as Listing 2 prints, or ``"zero"``.
 
     Raises:
-      ValueError: for a name that is not one of the above, or for options that exclude
-        each other.
+      ValueError: for a name that is not one of the above, for options that exclude each other,
+        and for an option that is not its default and has no effect.
 
     Note:
       The paper's printed slips are implemented as they must be meant: eq. 36 refines the
@@ -107,20 +109,55 @@ class Gate:
                 raise ValueError(
                     f"Gate {field} must be one of {', '.join(allowed)}, got {value!r}."
                 )
-        if self.downsize < 1:
-            raise ValueError(f"Gate downsize must be at least 1, got {self.downsize}.")
-        if self.tmax is not None and not 2 < self.tmax < math.inf:
-            raise ValueError(f"Gate tmax must be above 2 and finite, got {self.tmax}.")
+        for field in ("tied", "refine", "refine_input", "master"):
+            checks.flag(f"Gate {field}", getattr(self, field))
+        checks.number("Gate forget_bias", self.forget_bias)
+        checks.whole_number("Gate downsize must be a whole number of units", self.downsize)
+        if self.tmax is not None and (isinstance(self.tmax, str) or not 2 < self.tmax < math.inf):
+            raise ValueError(f"Gate tmax must be above 2 and finite, got {self.tmax!r}.")
         if self.master and (self.tied or self.refine or self.refine_input):
             raise ValueError("A gate with master gates has free f and i that are not refined.")
         if self.refine_input and self.tied:
             raise ValueError("refine_input needs a free input gate: set tied=False.")
         if self.activation == "cumax" and self.bias != "constant":
             raise ValueError("A cumax gate starts at a constant bias; use bias='constant'.")
+        if type(self) is Gate:  # a subclass may give an option a meaning of its own
+            defaults = {field.name: field.default for field in dataclasses.fields(Gate)}
+            self.refuse(name for name, value in defaults.items() if getattr(self, name) != value)
+
+    def refuse(self, options: Iterable[str]) -> None:
+        """Raises ValueError for the first of these options that has no effect on this gate."""
+        without_effect = self._without_effect()
+        for name in options:
+            if name in without_effect:
+                raise ValueError(
+                    f"Gate {name} = {getattr(self, name)!r} has no effect: {without_effect[name]}."
+                )
+
+    def _without_effect(self) -> dict[str, str]:
+        """The options that nothing reads, each with the reason."""
+        reasons = {}
+        if self.master or self.activation == "cumax" or self.bias != "constant":
+            start = "at its drawn bias" if self.bias != "constant" else "at 0"
+            reasons["forget_bias"] = f"this forget gate starts {start}"
+        if not self.master:
+            reasons["downsize"] = "there are no master gates"
+        if self.bias != "chrono":
+            reasons["tmax"] = "the bias is not drawn by chrono"
+        if self.bias == "constant":
+            reasons["bias_mode"] = "no bias is drawn"
+        if not (self.refine or self.refine_input):
+            reasons["refine_bias"] = "there is no refine gate"
+        elif self.bias == "constant" and self.refine_bias == "negative":
+            reasons["refine_bias"] = "no bias is drawn"
+        return reasons
 
     def tie(self) -> Gate:
         """The same gate on a convex update (GRU, JANET): i = 1 - f, masters stay untied."""
-        return self if self.master else dataclasses.replace(self, tied=True, refine_input=False)
+        if self.master:
+            return self
+        start = self.refine_bias if self.refine else "negative"  # of the refine gate that is left
+        return dataclasses.replace(self, tied=True, refine_input=False, refine_bias=start)
 
     def check(self, features: int) -> None:
         """Raises ValueError if the gate does not fit a cell of ``features`` units."""

@@ -1,11 +1,14 @@
 """The conformance suite: what a cell must satisfy to run under everything here.
 
-from recurrent_gates.testing import check_cell
+from recurrent_gates.testing import check_cell, check_replay
 check_cell(MyCell(features=8))
+check_replay(MyCell(features=8))
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,11 +16,15 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.test_util import check_grads
 
-from recurrent_gates.base import Cell
+from recurrent_gates.base import Carry, Cell, Params
+from recurrent_gates.checks import described
 from recurrent_gates.layers import RNN
-from recurrent_gates.scan import unroll
+from recurrent_gates.scan import select, unroll
 
 _STEPS, _BATCH = 5, 3
+
+Replay = Callable[[Params, jax.Array, jax.Array], tuple[Carry, jax.Array]]
+"""(params, xs ``[T, B, D]``, dones ``[T, B]``) -> (the last carry, ys ``[T, B, F]``)."""
 
 
 def check_cell(cell: Cell, in_features: int = 3, *, tolerance: float = 2e-5) -> None:
@@ -37,10 +44,10 @@ def check_cell(cell: Cell, in_features: int = 3, *, tolerance: float = 2e-5) -> 
       tolerance: allowed difference, relative to the largest entry, in float32.
 
     Raises:
-      AssertionError: with one sentence that says what does not hold.
+      AssertionError: with one sentence that says what does not hold; an error of another kind
+        that the cell raises is its cause.
     """
-    name = type(cell).__name__
-    _require(isinstance(cell, Cell), f"{name} must derive from recurrent_gates.Cell.")
+    name = _name_of(cell)
     key, x_key = jax.random.split(jax.random.key(0))
     xs = jax.random.normal(x_key, (_STEPS, _BATCH, in_features))
 
@@ -48,16 +55,129 @@ def check_cell(cell: Cell, in_features: int = 3, *, tolerance: float = 2e-5) -> 
         _settings_compare(cell),
         f"{name} needs hashable settings that compare equal when they are; keep arrays out.",
     )
-    params = cell.init_params(key, in_features)
-    carry = cell.initial((_BATCH,))
-    _check_flax_init(cell, params, carry, xs)
-    _check_step(cell, params, carry, xs)
-    _check_promises(cell, params, xs[:, 0])
-    _check_time(cell, params, xs, tolerance)
-    _check_masks(cell, params, xs, tolerance)
-    _check_gradients(cell, params, xs)
-    _check_layers(cell, xs, tolerance)
-    _check_compiles_once(cell, params, xs)
+    with _told(name, "init_params(key, in_features)"):
+        params = cell.init_params(key, in_features)
+    with _told(name, "initial(batch_shape)"):
+        carry = cell.initial((_BATCH,))
+        _require(
+            all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(carry)),
+            f"{name}.initial must return arrays, got {described(carry)}.",
+        )
+    with _told(name, "a step as a Flax module"):
+        _check_flax_init(cell, params, carry, xs)
+    with _told(name, "step(params, carry, z_t)"):
+        _check_step(cell, params, carry, xs)
+    with _told(name, "a step of one example, without a batch"):
+        _check_promises(cell, params, xs[:, 0])
+    with _told(name, "a sequence"):
+        _check_time(cell, params, xs, tolerance)
+    with _told(name, "a sequence with masks"):
+        _check_masks(cell, params, xs, tolerance)
+    with _told(name, "the gradient of a sequence"):
+        _check_gradients(cell, params, xs)
+    with _told(name, "RNN and nn.RNN"):
+        _check_layers(cell, xs, tolerance)
+    with _told(name, "a second call"):
+        _check_compiles_once(cell, params, xs)
+
+
+def check_replay(
+    cell: Cell, in_features: int = 3, *, replay: Replay | None = None, tolerance: float = 1e-6
+) -> None:
+    """Checks that a replayed sequence is what an agent saw while it acted.
+
+    Acting goes step by step: an example whose episode is done after step t starts step t + 1
+    from ``cell.initial``. Replaying is one call over all steps, so its ``resets`` are the dones
+    one step later.
+
+    Args:
+      cell: an unbound cell.
+      in_features: D of the inputs that it is tried on.
+      replay: a replay of one's own, (params, xs ``[T, B, D]``, dones ``[T, B]``) -> (the carry
+        after the last step, ys ``[T, B, F]``), where dones is True at the last step of an
+        episode. Default: ``unroll`` with the dones one step later as ``resets``.
+      tolerance: allowed difference, relative to the largest entry.
+
+    Raises:
+      AssertionError: with one sentence that says from which step they differ.
+    """
+    name = _name_of(cell)
+    steps, batch = 12, 4
+    key, x_key = jax.random.split(jax.random.key(0))
+    xs = jax.random.normal(x_key, (steps, batch, in_features))
+    # Episodes of several lengths: of one step, over the end, side by side, and none that ends.
+    dones = jnp.zeros((steps, batch), bool)
+    for row, ends in enumerate([(2, 6), (0, 1, 11), (4,)]):
+        dones = dones.at[jnp.array(ends), row].set(True)
+    with _told(name, "acting step by step"):
+        params = cell.init_params(key, in_features)
+        acted = _act(cell, params, xs, dones)
+    with _told(name, "the replay"):
+        carry, ys = (replay or _replayed_by(cell))(params, xs, dones)
+    _require(
+        _describe(ys) == _describe(acted[1]),
+        f"{name}: the replay's outputs are {described(ys)}, those of acting {described(acted[1])}.",
+    )
+    scale = jnp.maximum(jnp.max(jnp.abs(acted[1])), 1e-3)
+    away = jnp.max(jnp.abs(ys - acted[1]).reshape(steps, -1), axis=1) / scale
+    wrong = [t for t in range(steps) if not away[t] <= tolerance]
+    _require(
+        not wrong,
+        f"{name}: the replay differs from acting from step {min(wrong, default=0)} on (relative "
+        f"difference {float(jnp.max(away)):.1e}): a reset acts before the step after a done.",
+    )
+    _require_close(
+        carry, acted[0], tolerance, f"{name}: the replay's last carry differs from that of acting"
+    )
+
+
+def _act(cell: Cell, params: Params, xs: jax.Array, dones: jax.Array) -> tuple[Carry, jax.Array]:
+    """The carry after the last step, and the outputs, of one step at a time."""
+
+    @jax.jit
+    def step(carry: Carry, x: jax.Array) -> tuple[Carry, jax.Array]:
+        z = cell.project(params, x)
+        carry = cell.step(params, carry, z)
+        return carry, cell.emit(params, carry, z)
+
+    start = cell.initial(xs.shape[1:-1])
+    carry, kept, ys = start, start, []
+    for x, done in zip(xs, dones, strict=True):
+        kept, y = step(carry, x)
+        ys.append(y)
+        carry = select(done, start, kept)
+    return kept, jnp.stack(ys)
+
+
+def _replayed_by(cell: Cell) -> Replay:
+    def replay(params: Params, xs: jax.Array, dones: jax.Array) -> tuple[Carry, jax.Array]:
+        resets = jnp.concatenate([jnp.zeros_like(dones[:1]), dones[:-1]])
+        return unroll(cell, params, xs, resets=resets)
+
+    return replay
+
+
+def _name_of(cell: Any) -> str:
+    name = type(cell).__name__
+    _require(
+        isinstance(cell, Cell),
+        f"{described(cell)[0].upper()}{described(cell)[1:]} must derive from recurrent_gates.Cell."
+        if not isinstance(cell, type)
+        else f"This needs a cell, {cell.__name__}(...), and not its class.",
+    )
+    return name
+
+
+@contextlib.contextmanager
+def _told(name: str, what: str) -> Iterator[None]:
+    """An error of any kind as an AssertionError of one sentence."""
+    try:
+        yield
+    except AssertionError:
+        raise
+    except Exception as error:  # a cell of the user's own may fail in any way
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise AssertionError(f"{name}: {what} raised {type(error).__name__}: {line}") from error
 
 
 def _settings_compare(cell: Cell) -> bool:
@@ -74,6 +194,8 @@ def _require(condition: Any, sentence: str) -> None:
 
 
 def _require_close(got: Any, want: Any, tolerance: float, sentence: str) -> None:
+    same = _structure(got) == _structure(want)
+    _require(same, f"{sentence} (structures {_structure(got)} and {_structure(want)})")
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         _require(a.shape == b.shape, f"{sentence} (shapes {a.shape} and {b.shape})")
         if a.size:

@@ -29,9 +29,8 @@ B_SIGNS = {
 
 
 def gate(name, downsize=1):
-    return (
-        dataclasses.replace(rg.GATES[name], downsize=downsize) if downsize > 1 else rg.GATES[name]
-    )
+    spec = rg.GATES[name]
+    return dataclasses.replace(spec, downsize=downsize) if spec.master else spec
 
 
 def pre_activations(spec, features, seed=0, batch=()):

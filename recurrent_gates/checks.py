@@ -67,7 +67,7 @@ def whole_number(what: str, value: Any, least: int = 1) -> int:
         number = operator.index(value)
     except TypeError:
         number = least - 1
-    if isinstance(value, (bool, np.bool_)) or is_array(value) and np.ndim(value) or number < least:
+    if isinstance(value, (bool, np.bool_)) or number < least:
         raise ValueError(f"{what}, at least {least}, got {described(value)}.")
     return number
 
@@ -103,16 +103,30 @@ def number(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a finite number, got {described(value)}.")
 
 
+def period(name: str, value: Any) -> None:
+    """A number above 0, None or ``"auto"``."""
+    if value is None or (isinstance(value, str) and value == "auto"):
+        return
+    known = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not known or not 0 < value < math.inf:
+        got = described(value)
+        raise ValueError(f"{name} must be a period above 0, None or 'auto', got {got}.")
+
+
 def instance(name: str, value: Any, of: type, such_as: str) -> None:
     """An object of one of our classes."""
     if not isinstance(value, of):
-        raise ValueError(f"{name} must be a {of.__name__} such as {such_as}, got {described(value)}.")
+        raise ValueError(
+            f"{name} must be a {of.__name__} such as {such_as}, got {described(value)}."
+        )
 
 
 def cell_settings(cell: Any) -> None:
     """The settings that every cell of ours has; ``features`` becomes an int."""
     name = type(cell).__name__
-    cell.features = whole_number(f"{name} needs a positive integer number of features", cell.features)
+    cell.features = whole_number(
+        f"{name} needs a positive integer number of features", cell.features
+    )
     vectors = cell.bias_vectors
     if isinstance(vectors, bool) or vectors not in (1, 2) or not hasattr(vectors, "__index__"):
         raise ValueError(f"{name} has 1 or 2 bias vectors, got {described(vectors)}.")
@@ -312,8 +326,9 @@ def carry(name: str, value: Any, initial: Any) -> Any:
     """A carry in the structure, the shapes and the dtypes of the initial one."""
     value = arranged(name, value, initial)
     leaves = jax.tree.leaves(value)
-    if not all(_numeric(leaf) for leaf in leaves):
-        raise ValueError(f"{name} must hold arrays of numbers, got {described(value)}.")
+    for leaf in leaves:
+        if not _numeric(leaf):
+            raise ValueError(f"{name} must hold arrays of numbers, got {described(leaf)} in it.")
     shapes = [jnp.shape(leaf) for leaf in leaves]
     wanted = [leaf.shape for leaf in jax.tree.leaves(initial)]
     if shapes != wanted:
@@ -333,7 +348,8 @@ def step(cell: Any, carry: Any, z_t: Any) -> None:
     if _fields(carry) != _fields(initial):
         hint = "; the order is step(params, carry, z_t)" if isinstance(carry, Mapping) else ""
         raise ValueError(
-            f"The carry of {_name(cell)} must be {described(initial)}, got {described(carry)}{hint}."
+            f"The carry of {_name(cell)} must be {described(initial)}, got "
+            f"{described(carry)}{hint}."
         )
     projections(z_t)
     leaves = [leaf for leaf in jax.tree.leaves(carry) if is_array(leaf)]
@@ -356,15 +372,16 @@ def call(cell: Any, carry: Any, inputs: Any) -> None:
     if not jnp.ndim(inputs):
         raise ValueError("A cell is called as cell(carry, x) with x [*batch, D], got a number.")
     initial = jax.eval_shape(lambda: cell.initial(jnp.shape(inputs)[:-1]))
-    if jax.tree.structure(carry) != jax.tree.structure(initial):
+    want: Any = jax.tree.structure(initial)
+    if jax.tree.structure(carry) != want:
         raise ValueError(
             f"The carry of {_name(cell)} must be {described(initial)}, got {described(carry)}: "
             "cell.initial(batch_shape) makes one."
         )
     if _shapes(carry) != _shapes(initial):
         raise ValueError(
-            f"The carry of {_name(cell)} has shapes {_shapes(carry)}; inputs {list(jnp.shape(inputs))} "
-            f"need {_shapes(initial)}."
+            f"The carry of {_name(cell)} has shapes {_shapes(carry)}; inputs "
+            f"{list(jnp.shape(inputs))} need {_shapes(initial)}."
         )
 
 
@@ -413,7 +430,9 @@ def mask(name: str, value: Any, steps: int, batch_shape: tuple[int, ...]) -> jax
     if value.shape != (steps, *batch_shape):
         raise ValueError(f"{name} must have shape {(steps, *batch_shape)}, got {value.shape}.")
     if value.dtype != bool and not jnp.issubdtype(value.dtype, jnp.integer):
-        raise ValueError(f"{name} must be a bool mask, got {value.dtype}: compare it, {name} > 0.5.")
+        raise ValueError(
+            f"{name} must be a bool mask, got {value.dtype}: compare it, {name} > 0.5."
+        )
     return value.astype(bool)
 
 

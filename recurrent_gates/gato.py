@@ -282,10 +282,7 @@ class GATO(Cell):
             raise ValueError(
                 f"GATO s_update must be accumulate, zero or replace, got {self.s_update!r}."
             )
-        if self.wrap is not None and self.wrap != "auto":
-            if not isinstance(self.wrap, (int, float)) or not 0 < self.wrap < math.inf:
-                got = checks.described(self.wrap)
-                raise ValueError(f"GATO wrap must be a period above 0, None or 'auto', got {got}.")
+        checks.period("GATO wrap", self.wrap)
         super().__post_init__()
 
     @property

@@ -117,9 +117,7 @@ def orthogonal(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -
 class _SymmetricUniform:
     scale: float
 
-    def __call__(
-        self, key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32
-    ) -> jax.Array:
+    def __call__(self, key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
         return jax.random.uniform(key, tuple(shape), dtype, -self.scale, self.scale)
 
 

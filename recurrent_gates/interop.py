@@ -92,7 +92,7 @@ def _array(name: str, value: Any) -> np.ndarray:
 
 def _params(state_dict: Mapping[str, np.ndarray], suffix: str) -> dict[str, Any]:
     with_bias = any(name.startswith("bias") for name in state_dict)
-    arrays = {}
+    arrays: dict[str, np.ndarray] = {}
     for role, name in _ROLES.items():
         if role in _BIASES and not with_bias:
             weight = arrays["recurrent_kernel"]
@@ -173,8 +173,9 @@ def _check_layers(layers: Any) -> None:
             raise ValueError(f"{expected}, all in one direction or all in two.")
         for params in directions.values():
             roles = ("kernel", "recurrent_kernel", "bias")
-            maps = isinstance(params, Mapping) and [params.get(role) for role in roles]
-            if not maps or not all(isinstance(m, Mapping) and set(m) == set(maps[0]) for m in maps):
+            maps = [params.get(role) if isinstance(params, Mapping) else None for role in roles]
+            slots = [set(map_) if isinstance(map_, Mapping) else None for map_ in maps]
+            if None in slots or slots != slots[:1] * len(roles):
                 raise ValueError(
                     f"to_torch needs the params of LSTM or GRU, with {', '.join(roles)} by slot, "
                     f"which torch has; got {described(params)}."

@@ -94,8 +94,8 @@ def copies_last(
             continue
         if copied is None:
             raise ValueError(
-                f"Zoneout on field {fn.field!r} of {name} would not reach its output, which is made "
-                f"inside the cell: zone out the output, field {fields - 1}, or write a Cell."
+                f"Zoneout on field {fn.field!r} of {name} would not reach its output, which is "
+                f"made inside the cell: zone out the output, field {fields - 1}, or write a Cell."
             )
         if isinstance(fn.field, int) and fn.field % fields == copied:
             pairs.append((_Copied(0.0, copied), None))
@@ -131,7 +131,8 @@ def _without_bounds(cell: Any) -> Any:
     """The cell without bounds on its accumulated fields."""
     fields = {field.name: getattr(cell, field.name) for field in dataclasses.fields(cell)}
     fields |= {"parent": None, "name": None}
-    return _unbounded(type(cell))(**fields)
+    cls: Any = type(cell)
+    return _unbounded(cls)(**fields)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ def reduced(module: nn.Module) -> tuple[Any, ...]:
 
 def _settings(module: nn.Module) -> _Settings:
     values = {}
-    for field in dataclasses.fields(module):  # type: ignore[arg-type]
+    for field in dataclasses.fields(module):
         value = getattr(module, field.name)
         if field.name == "parent" or not field.init or value is field.default:
             continue

@@ -208,9 +208,9 @@ def unroll(
 
     Raises:
       TypeError: if ``cell`` is not a ``Cell``.
-      ValueError: if an argument is not what is said here, if both lengths and valid are given, if a carry
-        function draws and there is neither key nor noise, or if the backend does not serve
-        the request.
+      ValueError: if an argument is not what is said here, if both lengths and valid are given,
+        if a carry function draws and there is neither key nor noise, or if the backend does not
+        serve the request.
     """
     checks.cell("unroll", cell, Cell)
     checks.sequence(xs)

@@ -16,7 +16,9 @@ def expand(mask: jax.Array, like: jax.Array) -> jax.Array:
 def is_symbolic(tree: Any) -> bool:
     """Whether a size of an array of a tree is symbolic, as ``jax.export`` has them: it cannot be
     compared with a number."""
-    return any(export.is_symbolic_dim(size) for leaf in jax.tree.leaves(tree) for size in leaf.shape)
+    return any(
+        export.is_symbolic_dim(size) for leaf in jax.tree.leaves(tree) for size in leaf.shape
+    )
 
 
 def lead(vector: jax.Array, like: jax.Array) -> jax.Array:

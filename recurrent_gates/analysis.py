@@ -239,7 +239,7 @@ def step_jacobians(
     carry_fns = tuple(carry_fns)
     noise = (None,) * len(carry_fns) if noise is None else tuple(noise)
     run = trajectory(cell, params, xs, carry, carry_fns=carry_fns, noise=noise)
-    cell, carry_fns, noise = cell.around(carry_fns, noise)
+    cell, carry_fns, noise = cell._around(carry_fns, noise)
     steps = xs.shape[0]
     carry_fns += tuple(Detach(1.0, field) for field in blocked)
     noise += (jnp.ones((steps,), bool),) * len(blocked)

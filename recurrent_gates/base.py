@@ -148,7 +148,7 @@ class Cell(nn.RNNCellBase):
         return total
 
     @nn.nowrap
-    def around(self, carry_fns: Sequence[CarryFn], noise: Sequence[Noise]) -> mixing.Around:
+    def _around(self, carry_fns: Sequence[CarryFn], noise: Sequence[Noise]) -> mixing.Around:
         """The cell, carry functions and noise that run where these are asked for.
 
         They differ where zoneout mixes the two values of a field that is kept within a period.

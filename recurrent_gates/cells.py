@@ -431,7 +431,7 @@ class FlaxCell(Cell):
         return carry[-1]
 
     @nn.nowrap
-    def around(self, carry_fns: Sequence[CarryFn], noise: Sequence[Noise]) -> mixing.Around:
+    def _around(self, carry_fns: Sequence[CarryFn], noise: Sequence[Noise]) -> mixing.Around:
         if not any(isinstance(fn, Zoneout) for fn in carry_fns):
             return self, tuple(carry_fns), tuple(noise)
         copied, fields = _copied_field(self._inner())
@@ -475,7 +475,7 @@ def _gated(cell: Callable[..., Cell], gate: Gate, /, features: int, **fields: An
         raise ValueError(f"Give a gate or its {', '.join(changes)}, not both.")
     gate = dataclasses.replace(gate, **changes)
     if "forget_bias" in changes:  # even 1, the default, is none of a gate's that starts elsewhere
-        gate.refuse(["forget_bias"])
+        gate._refuse(["forget_bias"])
     if "forget_bias" in changes and fields.get("forget_gate") is False:
         raise ValueError("forget_bias has no effect: forget_gate=False leaves no forget gate.")
     return cell(features, **{"gate": gate, **fields})

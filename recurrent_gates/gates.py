@@ -123,9 +123,9 @@ class Gate:
             raise ValueError("A cumax gate starts at a constant bias; use bias='constant'.")
         if type(self) is Gate:  # a subclass may give an option a meaning of its own
             defaults = {field.name: field.default for field in dataclasses.fields(Gate)}
-            self.refuse(name for name, value in defaults.items() if getattr(self, name) != value)
+            self._refuse(name for name, value in defaults.items() if getattr(self, name) != value)
 
-    def refuse(self, options: Iterable[str]) -> None:
+    def _refuse(self, options: Iterable[str]) -> None:
         """Raises ValueError for the first of these options that has no effect on this gate."""
         without_effect = self._without_effect()
         for name in options:

@@ -214,12 +214,12 @@ def unroll(
     """
     checks.cell("unroll", cell, Cell)
     checks.sequence(xs)
-    checks.params(cell, params, xs.shape[-1] if checks.is_array(xs) else None)
     steps, *batch = jax.tree.leaves(xs)[0].shape[:-1]
     batch_shape = tuple(batch)
     initial = cell.initial(batch_shape)
     carry = initial if carry is None else checks.carry("carry", carry, initial)
     fresh = initial if fresh is None else checks.carry("fresh", fresh, initial)
+    checks.params(cell, params, xs.shape[-1] if checks.is_array(xs) else None)
     reverse = checks.flag("reverse", reverse)
     deterministic = checks.flag("deterministic", deterministic)
     if return_carries not in ("last", "all"):
@@ -239,7 +239,7 @@ def unroll(
     elif noise is None:
         noise = draw_noise(carry_fns, key, steps, batch_shape)
     noise = checks.noise(noise, len(carry_fns), steps)
-    cell, carry_fns, noise = cell.around(carry_fns, noise)
+    cell, carry_fns, noise = cell._around(carry_fns, noise)
 
     if valid is not None:  # NaN in padding must not reach project
         xs = jax.tree.map(lambda x: jnp.where(expand(valid, x), x, jnp.zeros_like(x)), xs)

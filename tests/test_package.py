@@ -22,9 +22,9 @@ VERSION = recurrent_gates.__version__
 
 # A module imports from the lines above its own.
 ORDER = (
-    {"version", "shapes"},
+    {"version", "shapes", "checks", "pickling"},
     {"initializers", "carry", "pointwise"},
-    {"gates"},
+    {"gates", "mixing"},
     {"base"},
     {"gato", "scan", "backends.blocks"},
     {

@@ -441,3 +441,36 @@ def test_timescales_at_the_start_follow_their_law(name):
 def test_a_cell_without_the_gate_is_refused():
     with pytest.raises(ValueError, match="Exploding names no gate 'f'; it has z"):
         initial_timescales(rg.CELLS["exploding"](4), jax.random.key(0))
+
+
+@pytest.mark.parametrize(("of", "wrt"), [("r", "r"), ("s", "r"), ("s", "s"), ("r", analysis.ALL)])
+def test_the_norm_of_a_small_block_beside_a_large_one(of, wrt, x32):
+    """GATO's s keeps its gradient, its r loses it by a power of ten every other step: far below
+    what float32 holds beside 1."""
+    cell, steps = rg.CELLS["gato1"](2 * F), 250
+    params = cell.init_params(jax.random.key(0), D)
+    xs = jax.random.normal(jax.random.key(1), (steps, D))
+    jacobians = step_jacobians(cell, params, xs)
+    got = np.asarray(gap_norms(jacobians, of=of, wrt=wrt))
+    rows, columns = jacobians.where(of), jacobians.where(wrt)
+    product, exponent, want = np.eye(2 * F), np.zeros(()), []
+    spans = {"r": slice(0, F), "s": slice(F, 2 * F)}
+    r = np.asarray(jacobians.matrix, np.float64)[:, spans["r"], spans["r"]]
+    for gap in range(steps + 1):
+        block = product[rows, columns]
+        shift = exponent if of == "r" else 0.0
+        with np.errstate(divide="ignore"):
+            want.append(np.log10(np.linalg.norm(block, 2)) + shift)
+        if gap == steps:
+            break
+        product = product @ np.asarray(jacobians.matrix[steps - 1 - gap], np.float64)
+        if of == "r":  # r reads r alone, so its rows scale by themselves
+            scale = np.abs(product[spans["r"], spans["r"]]).max()
+            product[spans["r"]] /= scale
+            exponent = exponent + np.log10(scale)
+    assert (of == "s") == (want[-1] > -5) and len(r) == steps
+    if of == "r":
+        assert want[-1] < -80
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    log = quick_jit(analysis.gradient_paths, static_argnames=("cell", "of", "wrt"))
+    np.testing.assert_array_equal(log(cell, params, xs, of=of, wrt=wrt)[()], got)

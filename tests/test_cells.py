@@ -2,15 +2,18 @@
 names, errors."""
 
 import dataclasses
+import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from jax.test_util import check_grads
 from scipy import stats
 
 import recurrent_gates as rg
+from recurrent_gates import initializers
 from tests import reference
 from tests.support import (
     array,
@@ -517,3 +520,43 @@ def test_wrong_inputs_are_one_sentence(name, x):
     with pytest.raises(ValueError, match=r"[Ii]nputs") as error:
         cell.project(parameters(cell, INPUTS), x)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_every_cell_starts_in_half_precision(dtype):
+    for name in NAMES:
+        params = build(name, param_dtype=dtype).init_params(jax.random.key(0), INPUTS)
+        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+
+
+@pytest.mark.parametrize("name", rg.CELLS)
+def test_cells_pickle(name):
+    uniform = initializers.torch_recurrent(FEATURES)
+    for cell in (rg.CELLS[name](FEATURES), build(name, kernel_init=uniform, bias_vectors=2)):
+        again = pickle.loads(pickle.dumps(cell))
+        assert again == cell and hash(again) == hash(cell) and type(again) is type(cell)
+
+
+def test_what_holds_cells_pickles(x32):
+    foreign = nn.LSTMCell(FEATURES, carry_init=nn.initializers.ones, dtype=jnp.float32)
+    for module in (
+        rg.FlaxCell(nn.GRUCell(FEATURES)),
+        rg.FlaxCell(foreign),
+        rg.RNN(rg.CELLS["ur_lstm"](FEATURES), carry_fns=(rg.Detach(0.25),), reverse=True),
+        rg.RNN(rg.FlaxCell(foreign), name="layer"),
+        rg.Stack((rg.LSTM(FEATURES), rg.CELLS["gato1"](FEATURES)), dropout=0.5),
+    ):
+        again = pickle.loads(pickle.dumps(module))
+        assert again == module and again is not module and hash(again) == hash(module)
+    xs, layer = jnp.ones((2, 5, INPUTS)), rg.RNN(rg.FlaxCell(foreign))
+    layer, xs = pickle.loads(pickle.dumps(layer)), xs.astype(jnp.float32)
+    variables = rg.RNN(rg.FlaxCell(foreign)).init(jax.random.key(0), xs)
+    assert_identical(layer.apply(variables, xs), rg.RNN(rg.FlaxCell(foreign)).apply(variables, xs))
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8])
+def test_numpys_integers_are_sizes(kind):
+    for name in ("lstm", "om_gru", "gato2"):
+        cell = rg.CELLS[name](kind(4))
+        assert cell == rg.CELLS[name](4) and hash(cell) == hash(rg.CELLS[name](4))
+        assert type(cell.features) is int

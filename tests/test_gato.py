@@ -299,3 +299,83 @@ def test_a_pair_of_maps_without_parameters_is_a_cell():
     carry, x = cell.initial((2,)), jnp.ones((2, 1), jnp.float32)
     _, y = cell.apply(cell.init(jax.random.key(0), carry, x), carry, x)
     assert_identical(y[:, UNITS:], jnp.ones((2, UNITS), jnp.float32))
+
+
+ZONEOUTS = {
+    "mean": ((rg.Zoneout(0.3, "s"),), dict(deterministic=True)),
+    "means of all fields": (
+        (rg.Zoneout(0.3, "s"), rg.Zoneout(0.2, "r"), rg.Zoneout(0.1, "s")),
+        dict(deterministic=True),
+    ),
+    "drawn": ((rg.Zoneout(0.3, "s"),), dict(key=jax.random.key(1))),
+    "a mean beside a drawn one": (
+        (rg.Zoneout(0.3, "s"), rg.Zoneout(0.2, "s")),
+        dict(noise=(None, np.random.default_rng(0).random((60, 2, UNITS)) < 0.2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("zoneout", ZONEOUTS)
+@pytest.mark.parametrize("backend", ["scan", "fused", "pallas", "newton"])
+@pytest.mark.parametrize("name", ["gato1", "gato2"])
+def test_zoneout_of_a_wrapped_s_is_that_of_the_sums(name, backend, zoneout):
+    """Values and gradients of s within its period are those of s without one, which goes around
+    often; masks and resets included."""
+    fns, how = ZONEOUTS[zoneout]
+    steps = 60
+    wrapped = build(name, **dict(hidden=3) if name == "gato2" else {})
+    plain = wrapped.clone(wrap=None)
+    params, xs = parameters(wrapped, INPUTS, scale=1.0), array(4, steps, 2, INPUTS)
+    resets = jnp.zeros((steps, 2), bool).at[25, 0].set(True)
+    valid = jnp.ones((steps, 2), bool).at[40:44, 1].set(False)
+    wanted, carried = array(5, steps, 2, 2 * UNITS), array(6, steps, 2, UNITS)
+
+    def run(cell, backend):
+        def loss(params, xs):
+            carries, ys = rg.unroll(
+                cell,
+                params,
+                xs,
+                carry_fns=fns,
+                resets=resets,
+                valid=valid,
+                return_carries="all",
+                backend=backend,
+                **how,
+            )
+            total = jnp.sum(wanted * ys) + jnp.sum(carried * jnp.sin(carries.s))
+            return total, (ys, jnp.cos(carries.s), jnp.sin(carries.s), carries.s)
+
+        return quick_jit(jax.grad(loss, (0, 1), has_aux=True))(params, xs)
+
+    if backend == "newton" and zoneout != "drawn":
+        with pytest.raises(ValueError, match="mean of zoneout"):
+            run(wrapped, backend)
+        return
+    grads, (*values, s) = run(wrapped, backend)
+    expected_grads, (*expected, total) = run(plain, "scan")
+    assert total.max() > 6 * math.pi and s.max() <= 2 * math.pi + 1e-9 and s.min() >= -1e-9
+    assert_close(values, expected)
+    assert_close(grads, expected_grads)
+
+
+def test_a_mean_that_a_period_loses_is_refused():
+    """s that is replaced is no sum: its mean with a value that went around is not known."""
+    cell = build("gato1", s_update="replace")
+    params, xs = parameters(cell, INPUTS), array(4, STEPS, INPUTS)
+    how = dict(carry_fns=(rg.Zoneout(0.5, "s"),), deterministic=True)
+    with pytest.raises(ValueError, match="wrap=None"):
+        rg.unroll(cell, params, xs, **how)
+    carries, _ = rg.unroll(cell.clone(wrap=None), params, xs, return_carries="all", **how)
+    added = cell.increment(
+        params,
+        jax.tree.map(lambda leaf: jnp.concatenate([jnp.zeros((1, UNITS)), leaf[:-1]]), carries),
+        cell.project(params, xs),
+    )["s"]
+    s = np.zeros(UNITS)
+    for t in range(STEPS):
+        s = (s + np.asarray(added[t])) / 2
+        assert_close(carries.s[t], s)
+    still = build("gato1", s_update="zero")
+    carry, _ = rg.unroll(still, params, xs, state(still, ()), **how)
+    assert_close(carry.s, state(still, ()).s / 2**STEPS)

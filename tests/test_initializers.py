@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from scipy import stats
 
 import recurrent_gates as rg
@@ -127,3 +128,28 @@ def test_draws_have_the_dtype_and_follow_the_key(draw, dtype):
     assert first.dtype == dtype
     np.testing.assert_array_equal(np.asarray(first, np.float32), np.asarray(again, np.float32))
     assert (np.asarray(first, np.float32) != np.asarray(other, np.float32)).any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gate_biases_reach_every_timescale_in_any_dtype(dtype):
+    """1 - 1/d is no bfloat16 from d = 256 on, but its logit is; the draw is float32's, rounded."""
+    d = 1024
+    for draw in (
+        lambda dtype: rg.uniform_gate_bias(KEY, d, (DRAWS,), dtype),
+        lambda dtype: rg.chrono_bias(KEY, (DRAWS,), d, dtype),
+        lambda dtype: rg.chrono_bias(KEY, (DRAWS,), None, dtype),
+    ):
+        b, wide = draw(dtype), draw(jnp.float32)
+        assert b.dtype == dtype
+        np.testing.assert_array_equal(sample(b), sample(wide.astype(dtype)))
+    longest = 1 + np.exp(sample(rg.uniform_gate_bias(KEY, d, (DRAWS,), dtype)).max())
+    assert 0.95 * d < longest < 1.02 * d  # in bfloat16 it was 128
+
+
+def test_orthogonal_is_flaxs_and_serves_bfloat16():
+    theirs = nn.initializers.orthogonal()
+    for shape in ((8, 8), (8, 4), (4, 8)):
+        np.testing.assert_array_equal(initializers.orthogonal(KEY, shape), theirs(KEY, shape))
+    half = initializers.orthogonal(KEY, (8, 8), jnp.bfloat16)
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(sample(half), sample(theirs(KEY, (8, 8)).astype(jnp.bfloat16)))

@@ -125,3 +125,28 @@ def test_what_torch_does_not_have_is_not_written(name):
     with pytest.raises(ValueError, match="torch") as error:
         rg.to_torch([{"forward": params}])
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("prefix", ["lstm.", "encoder.rnn."])
+def test_a_prefix_is_left_out(kind, prefix):
+    weights = state_dict(kind, 2, 2)
+    prefixed = {prefix + name: value for name, value in weights.items()}
+    assert_identical(rg.from_torch(prefixed), rg.from_torch(weights))
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_weights_without_biases_compute_torchs_equations(kind):
+    """torch's bias=False is its equations with zeros, which is what is loaded."""
+    weights = {k: v for k, v in state_dict(kind).items() if not k.startswith("bias")}
+    rows = BLOCKS[kind] * FEATURES
+    zeros = {"bias_ih_l0": np.zeros(rows), "bias_hh_l0": np.zeros(rows)}
+    assert_identical(rg.from_torch(weights), rg.from_torch(weights | zeros))
+    ((layer),) = rg.from_torch(weights)
+    assert all(leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(layer))
+    cell, xs = rg.CELLS[kind](FEATURES, bias_vectors=2), array(8, STEPS, BATCH, INPUTS)
+    carry, _ = rg.unroll(cell.clone(param_dtype=jnp.float64), layer["forward"], xs)
+    expected = (np.zeros((BATCH, FEATURES)),) * len(carry)
+    for x in np.asarray(xs):
+        expected = torch_step(kind, weights | zeros, expected, x)
+    assert_close(tuple(carry), expected)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import recurrent_gates as rg
-from recurrent_gates.testing import check_cell
+from recurrent_gates.testing import check_cell, check_replay
 
 
 class Leaky(rg.Cell):
@@ -179,3 +179,97 @@ def test_settings_must_hash():
 def test_only_cells_are_checked():
     with pytest.raises(AssertionError, match="Cell"):
         check_cell(nn.GRUCell(4))
+
+
+def raises_key_error(self, params, carry, z_t):
+    return carry + z_t @ params["v"]
+
+
+def no_arrays(self, batch_shape):
+    return ["c", "h"]
+
+
+def more_each_time(self, params, carry, z_t):
+    return jnp.concatenate([carry, carry], axis=-1)
+
+
+def wrong_product(self, params, carry, z_t):
+    return carry + z_t @ params["w"].T @ params["w"].T
+
+
+def emits_a_field_that_is_not_there(self, params, carry, z):
+    return carry.c
+
+
+ERRORS = {
+    "a parameter that is not there": (dict(step=raises_key_error), "KeyError: 'v'"),
+    "no init_params": (dict(init_params=rg.Cell.init_params), "must define init_params"),
+    "no initial": (dict(initial=rg.Cell.initial), "must define initial"),
+    "no step": (dict(step=rg.Cell.step), "must define step"),
+    "a carry of strings": (dict(initial=no_arrays), "arrays"),
+    "a carry that grows": (dict(step=more_each_time), "carry"),
+    "a product that does not fit": (dict(step=wrong_product), "TypeError"),
+    "an output that is not there": (dict(emit=emits_a_field_that_is_not_there), "AttributeError"),
+    "parameters of a number": (dict(init_params=lambda self, key, n: {"w": 1.0}), "Broken"),
+}
+
+
+@pytest.mark.parametrize("fault", ERRORS)
+def test_an_error_of_a_cell_is_told_in_one_sentence(fault):
+    members, words = ERRORS[fault]
+    with pytest.raises(AssertionError, match=words) as error:
+        check_cell(variant(**members)())
+    assert "Broken" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("cell", [Leaky, "lstm", None, jnp.tanh])
+def test_what_is_no_cell_is_told_in_one_sentence(cell):
+    for check in (check_cell, check_replay):
+        with pytest.raises(AssertionError, match=r"Cell|cell") as error:
+            check(cell)
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("cell", [*(rg.CELLS[n](8) for n in ("lstm", "ur_gru", "gato2")), Leaky()])
+def test_acting_and_replaying_agree(cell):
+    check_replay(cell)
+
+
+def earlier(dones):
+    return dones
+
+
+def later(dones):
+    none = jnp.zeros_like(dones[:1])
+    return jnp.concatenate([none, none, dones[:-2]])
+
+
+def never(dones):
+    return jnp.zeros_like(dones)
+
+
+@pytest.mark.parametrize(("resets", "step"), [(earlier, 2), (later, 1), (never, 1)])
+@pytest.mark.parametrize("name", ["lstm", "gru", "gato1"])
+def test_a_replay_that_resets_at_another_step_is_caught(name, resets, step):
+    """Episodes end at steps 0, 1 and 2, so steps 1, 2 and 3 start anew; of resets a step early the
+    first, at the start, changes nothing."""
+    cell = rg.CELLS[name](8)
+
+    def replay(params, xs, dones):
+        return rg.unroll(cell, params, xs, resets=resets(dones))
+
+    with pytest.raises(AssertionError, match=f"differs from acting from step {step} on") as error:
+        check_replay(cell, replay=replay)
+    assert "\n" not in str(error.value)
+
+
+def test_a_replay_with_another_last_carry_is_caught():
+    cell = rg.CELLS["lstm"](8)
+
+    def replay(params, xs, dones):
+        begins = jnp.concatenate([jnp.zeros_like(dones[:1]), dones[:-1]])
+        _, ys = rg.unroll(cell, params, xs, resets=begins)
+        return cell.initial(xs.shape[1:-1]), ys
+
+    with pytest.raises(AssertionError, match="last carry"):
+        check_replay(cell, replay=replay)

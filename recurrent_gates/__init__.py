@@ -2,7 +2,14 @@
 
 Letters: T time, B batch, D input, F features, J = F/2 GATO pairs. Time-major inside. Order is
 always ``(carry, x) -> (carry, y)``.
+
+The public modules beside these names, ``recurrent_gates.nnx`` and others, are imported
+when they are first used.
 """
+
+import importlib
+import types
+import typing
 
 from recurrent_gates.base import Cell, SlotCell, linear_project
 from recurrent_gates.carry import CarryFn, Damp, Detach, Zoneout, draw_noise
@@ -38,6 +45,11 @@ from recurrent_gates.interop import from_torch, to_torch
 from recurrent_gates.layers import RNN, Stack
 from recurrent_gates.scan import Backend, unroll
 from recurrent_gates.version import __version__
+
+if typing.TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__'s names
+    from recurrent_gates import (  # noqa: F401
+        nnx,
+    )
 
 __all__ = [
     "CELLS",
@@ -85,3 +97,15 @@ __all__ = [
     "uniform_gate_bias",
     "unroll",
 ]
+
+_MODULES = ("nnx",)
+
+
+def __getattr__(name: str) -> types.ModuleType:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

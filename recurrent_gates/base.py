@@ -213,7 +213,11 @@ class Cell(nn.RNNCellBase):
     @nn.nowrap
     def initialize_carry(self, rng: jax.Array, input_shape: tuple[int, ...]) -> Carry:
         """Flax's name for ``initial``: ``input_shape`` is ``(*batch, D)``."""
-        del rng
+        if isinstance(rng, tuple):  # NNX gives the shape first
+            raise TypeError(
+                f"{type(self).__name__} is a linen cell: for nnx.RNN wrap it in "
+                "recurrent_gates.nnx.Cell(cell, in_features, rngs=rngs)."
+            )
         return self.initial(input_shape[:-1])
 
     @property

@@ -288,10 +288,11 @@ def trainable_mask(params: Any) -> Any:
     """A tree of bools for optax.masked: False on frozen gate biases, True elsewhere.
 
     Args:
-      params: any tree of parameters, a whole model's included.
+      params: any tree of parameters, a whole model's included; linen's, or an ``nnx.State``.
     """
+    # Anywhere in the path: an nnx.State has entries of its own below a parameter's name.
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: not (path and getattr(path[-1], "key", None) == _FROZEN), params
+        lambda path, _: all(getattr(entry, "key", None) != _FROZEN for entry in path), params
     )
 
 

@@ -43,7 +43,7 @@ ORDER = (
         "backends.two_layer",
     },
     {"backends.fused", "backends.pallas_gato", "backends.pallas_recurrence", "layers", "interop"},
-    {"backends.pallas", "testing", "analysis", "gate_theory"},
+    {"backends.pallas", "nnx", "testing", "analysis", "gate_theory"},
     {"desiderata"},
     {""},  # __init__.py: the public names
 )
@@ -121,6 +121,7 @@ def test_library_needs_jax_flax_and_numpy_only(module):
 @pytest.mark.parametrize("package", ["benchmarks", "experiments", "examples"])
 def test_programs_read_the_public_api_only(package):
     public = {"", "analysis", "desiderata", "gate_theory", "initializers", "interop", "testing"}
+    public |= {*recurrent_gates._MODULES}
     for module, path in files(package).items():
         for name, _ in imports(path):
             if name.partition(".")[0] != LIBRARY:
@@ -294,6 +295,8 @@ def test_wheel_imports_from_another_directory(wheel, tmp_path):
     program = (
         f"import sys; sys.path.insert(0, {str(place)!r})\n"
         "import jax, jax.numpy as jnp, recurrent_gates as rg\n"
+        "assert 'recurrent_gates.nnx' not in sys.modules and 'nnx' in dir(rg)\n"
+        "assert rg.nnx.Cell.__module__ == 'recurrent_gates.nnx'\n"
         "from recurrent_gates import initializers, interop, testing\n"
         "from recurrent_gates.backends import fused\n"
         "cell = rg.GRU(2)\n"

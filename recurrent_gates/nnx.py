@@ -87,19 +87,9 @@ class Cell(nnx.RNNCellBase):
             for name in self._names
         }
 
-    def check_inputs(self, inputs: Any) -> None:
-        """Raises ValueError if the last axes of inputs are not ``in_features`` wide."""
-        leaves, structure = jax.tree.flatten(inputs)
-        ends = [jnp.shape(leaf)[-1:] for leaf in leaves]
-        if (ends, structure) != ([(width,) for width in self._widths], self._inputs):
-            raise ValueError(
-                f"This {type(self.cell).__name__} was made for inputs of width "
-                f"{self.in_features}, got shape {jax.tree.map(jnp.shape, inputs)}."
-            )
-
     def __call__(self, carry: base.Carry, inputs: Any) -> tuple[base.Carry, Any]:
         """(carry, x) -> (carry, y) for one step, x ``[*batch, D]``."""
-        self.check_inputs(inputs)
+        _check_inputs(self, inputs)
         params = self.params
         z = self.cell.project(params, inputs)
         carry = self.cell.step(params, carry, z)
@@ -185,7 +175,7 @@ class _Layer(nnx.Module):
             for, or if something is drawn and there is no stream to draw from.
         """
         modules = {name: getattr(self, name) for name in self._names}
-        modules[self._names[0]].check_inputs(inputs)
+        _check_inputs(modules[self._names[0]], inputs)
         if deterministic is None:
             deterministic = self.deterministic
         if keywords.get("carry_fns") is None:
@@ -408,6 +398,18 @@ def _checked_cell(cell: Any) -> base.Cell:
     raise TypeError(
         f"A cell of recurrent_gates is needed, such as LSTM(32), got {type(cell).__name__}."
     )
+
+
+def _check_inputs(module: Cell, inputs: Any) -> None:
+    """Raises ValueError if the last axes of inputs are not as wide as the cell was made for."""
+    shapes = jax.tree.map(jnp.shape, inputs)
+    widths = jax.tree.map(lambda x: jnp.shape(x)[-1:], inputs)
+    wanted = jax.tree.map(lambda width: (width,), module.in_features)
+    if widths != wanted:
+        raise ValueError(
+            f"This {type(module.cell).__name__} was made for inputs of width "
+            f"{module.in_features}, got shape {shapes}."
+        )
 
 
 def _checked_width(width: Any) -> int:

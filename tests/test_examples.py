@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # These register types with JAX for the whole process, so each gets a process of its own.
-ALONE = {"export_step.py"}
+ALONE = {"export_step.py", "nnx_export_step.py"}
 LONGEST = 60  # lines
 
 
@@ -52,10 +52,9 @@ def test_example_is_short_and_checks_itself(path):
 
 def test_every_promised_use_has_an_example():
     uses = {
-        "nn.RNN(": "flax_rnn",
+        " nn.RNN(": "flax_rnn",
         "nn.Bidirectional(": "flax_bidirectional",
         "nn.scan(": "flax_scan",
-        "bridge.ToNNX(": "nnx_bridge",
         "optax.apply_updates(": "pure_functions",
         "check_cell(": "own_cell",
         'CELLS["ur_lstm"]': "own_flax_model",
@@ -63,7 +62,19 @@ def test_every_promised_use_has_an_example():
         "FlaxCell(": "foreign_cell",
         "from_torch(": "torch_weights",
     }
+    nnx_uses = {
+        "nnx.RNN(cell)": "nnx_rnn",
+        "nnx.Bidirectional(": "nnx_bidirectional",
+        "nnx.scan(": "nnx_scan",
+        "nnx.split(": "nnx_pure_functions",
+        "nnx.vmap(": "nnx_own_cell",
+        "nnx.Optimizer(": "nnx_own_model",
+        "export.export(": "nnx_export_step",
+        "FlaxCell(": "nnx_foreign_cell",
+        "load_linen(": "nnx_torch_weights",
+    }
     texts = {path.stem: path.read_text() for path in EXAMPLES}
-    assert texts.keys() == set(uses.values())
-    for use, name in uses.items():
+    assert texts.keys() == {*uses.values(), *nnx_uses.values()}
+    assert len(uses) == len(nnx_uses)  # each in linen, or without Flax, and in NNX
+    for use, name in [*uses.items(), *nnx_uses.items()]:
         assert use in texts[name], f"examples/{name}.py does not show {use}"

@@ -43,8 +43,8 @@ ORDER = (
         "backends.two_layer",
     },
     {"backends.fused", "backends.pallas_gato", "backends.pallas_recurrence", "layers", "interop"},
-    {"backends.pallas", "nnx", "testing", "analysis", "gate_theory"},
-    {"desiderata"},
+    {"backends.pallas", "testing", "analysis", "gate_theory"},
+    {"desiderata", "nnx"},
     {""},  # __init__.py: the public names
 )
 OUTSIDE = {"jax", "flax", "numpy"} | set(sys.stdlib_module_names)

@@ -75,7 +75,7 @@ class Cell(nnx.RNNCellBase):
 
     @property
     def params(self) -> dict[str, Any]:
-        """The parameters as arrays, for pure functions: ``unroll(m.cell, m.params, xs)``."""
+        """The parameters as arrays, for pure functions such as ``unroll``."""
 
         def value(leaf: Any) -> Any:
             return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
@@ -112,7 +112,7 @@ class Cell(nnx.RNNCellBase):
 
     @property
     def num_feature_axes(self) -> int:
-        """1: the last axis of the inputs is features."""
+        """How many of the inputs' axes are features, counted from the last."""
         return self.cell.num_feature_axes
 
 

@@ -3,7 +3,7 @@
 Letters: T time, B batch, D input, F features, J = F/2 GATO pairs. Time-major inside. Order is
 always ``(carry, x) -> (carry, y)``.
 
-The public modules beside these names, ``recurrent_gates.nnx`` and others, are imported
+The public modules beside these names, ``recurrent_gates.analysis`` and others, are imported
 when they are first used.
 """
 
@@ -19,7 +19,6 @@ from recurrent_gates.cells import (
     JANET,
     LSTM,
     Elman,
-    Exploding,
     FlaxCell,
     HiddenState,
     LSTMState,
@@ -48,7 +47,13 @@ from recurrent_gates.version import __version__
 
 if typing.TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__'s names
     from recurrent_gates import (  # noqa: F401
+        analysis,
+        desiderata,
+        gate_theory,
+        initializers,
+        interop,
         nnx,
+        testing,
     )
 
 __all__ = [
@@ -65,7 +70,6 @@ __all__ = [
     "Damp",
     "Detach",
     "Elman",
-    "Exploding",
     "FlaxCell",
     "GATOMap",
     "GATOState",
@@ -98,7 +102,7 @@ __all__ = [
     "unroll",
 ]
 
-_MODULES = ("nnx",)
+_MODULES = ("analysis", "desiderata", "gate_theory", "initializers", "interop", "nnx", "testing")
 
 
 def __getattr__(name: str) -> types.ModuleType:

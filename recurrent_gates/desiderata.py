@@ -302,7 +302,7 @@ _STATEMENTS = (
 )
 
 
-def desiderata(
+def measure(
     cell: Cell,
     in_features: int = 8,
     *,
@@ -354,7 +354,7 @@ def desiderata(
     lanes = [scaled(p, scale) for scale in scales for p in params]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *lanes)
     keys = jnp.tile(jax.random.split(jax.random.fold_in(key, 1), draws), len(scales))
-    values = _measure(cell, how, in_features, batch, stacked, keys)
+    values = _values(cell, how, in_features, batch, stacked, keys)
     results = []
     for number, (statement, value) in enumerate(zip(_STATEMENTS, values, strict=True), 1):
         text, quantity, limit = statement
@@ -377,7 +377,7 @@ def scaled(params: Params, scale: float) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _measure(
+def _values(
     cell: Cell, how: Reading, in_features: int, batch: int, params: Params, keys: jax.Array
 ) -> tuple[jax.Array, ...]:
     """The five values of every lane, each ``[lanes]``."""

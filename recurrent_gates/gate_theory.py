@@ -173,7 +173,7 @@ def refined(law: TimescaleLaw) -> TimescaleLaw:
     )
 
 
-def table_4(tmax: float = 100.0) -> tuple[TimescaleLaw, ...]:
+def timescale_laws(tmax: float = 100.0) -> tuple[TimescaleLaw, ...]:
     """All five rows of UR-gates' Table 4, in its order."""
     return (
         constant_bias(),
@@ -225,7 +225,7 @@ def distance(periods: Any, law: TimescaleLaw, slack: float = 1e-5) -> float:
 # ---------------------------------------------------------------------------------------
 
 
-def proposition_1(key: jax.Array, features: int = 1024, draws: int = 100_000) -> dict[str, float]:
+def pareto_fit(key: jax.Array, features: int = 1024, draws: int = 100_000) -> dict[str, float]:
     """Uniform gate initialisation draws D from a Pareto law (UR-gates, Proposition 1).
 
     The paper calls density x^-2 "Pareto(alpha = 2)"; the shape of that law is alpha = 1.
@@ -243,7 +243,7 @@ def proposition_1(key: jax.Array, features: int = 1024, draws: int = 100_000) ->
     return {"distance": distance(periods, uniform_gates(features)), "shape": float(-slope)}
 
 
-def proposition_2(f: Any) -> dict[str, Array]:
+def timescale_range(f: Any) -> dict[str, Array]:
     """The refine gate moves a timescale D to anywhere in (D/2, D^2) (Proposition 2).
 
     Args:
@@ -260,7 +260,7 @@ def proposition_2(f: Any) -> dict[str, Array]:
     }
 
 
-def proposition_3(features: int = 1000) -> dict[str, float]:
+def master_gate_means(features: int = 1000) -> dict[str, float]:
     """ON-LSTM's gates at the start are too small (Proposition 3, corrected).
 
     The proposition says E[f^] = 5/6; its proof is of E[f^ + i^] = 5/6, f^ alone being 5/12.
@@ -274,7 +274,7 @@ def proposition_3(features: int = 1000) -> dict[str, float]:
     return {"f": float(f.mean()), "i": float(i.mean()), "sum": float((f + i).mean())}
 
 
-def proposition_4(master: Any, fine: Any) -> dict[str, Array]:
+def tied_master_gates(master: Any, fine: Any) -> dict[str, Array]:
     """Tied, rescaled master gates are a refine gate (Proposition 4, eq. 24-27).
 
     Args:

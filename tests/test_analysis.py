@@ -11,6 +11,7 @@ from flax import linen as nn
 
 import recurrent_gates as rg
 from recurrent_gates import analysis, gate_theory
+from recurrent_gates.cells import Exploding
 from tests import reference
 from tests.support import array, assert_close, assert_identical, parameters, quick_jit, state
 from tests.support import to_numpy as numpy
@@ -352,7 +353,7 @@ def test_bounds_are_tight_for_a_linear_orthogonal_network(size):
 
 def test_the_exploding_example_grows_and_the_gru_does_not():
     """GATO eq. 2 with z near -1: h becomes 2 tanh(W h) - h and gains 2 at every step."""
-    cell = rg.Exploding(1, param_dtype=jnp.float64)
+    cell = Exploding(1, param_dtype=jnp.float64)
     params = {
         "kernel": {"z": jnp.zeros((1, 1))},
         "bias": {"z": jnp.full((1,), -30.0)},

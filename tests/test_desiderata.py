@@ -8,17 +8,17 @@ from flax import linen as nn
 
 import recurrent_gates as rg
 from recurrent_gates import desiderata as criteria
-from recurrent_gates.desiderata import EXPECTED, desiderata, family, identity, reading
+from recurrent_gates.desiderata import EXPECTED, family, identity, reading
 from tests.support import quick_jit
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick():
     """The measurement compiled in a tenth of the time; most programs here run once."""
-    whole = criteria._measure
-    criteria._measure = quick_jit(whole.__wrapped__, static_argnums=(0, 1, 2, 3))
+    whole = criteria._values
+    criteria._values = quick_jit(whole.__wrapped__, static_argnums=(0, 1, 2, 3))
     yield
-    criteria._measure = whole
+    criteria._values = whole
 
 
 class Own(rg.Cell):
@@ -77,7 +77,7 @@ class Hidden(Own):
 
 
 def measure(cell, **how):
-    return desiderata(cell, 3, draws=2, batch=3, **how)
+    return criteria.measure(cell, 3, draws=2, batch=3, **how)
 
 
 def met(results):
@@ -206,7 +206,7 @@ def test_every_cell_has_a_family():
 def test_cells_are_as_theory_says(name):
     cell = rg.CELLS[name](16)
     expected = EXPECTED[family(cell)]
-    for result, verdict in zip(desiderata(cell, 3, draws=2), expected, strict=True):
+    for result, verdict in zip(criteria.measure(cell, 3, draws=2), expected, strict=True):
         assert result.met == verdict.met, f"{name}: {result}; {verdict.because}"
 
 

@@ -17,7 +17,7 @@ import pytest
 
 import recurrent_gates as rg
 from recurrent_gates.backends import fused, products, two_layer
-from recurrent_gates.cells import HiddenState
+from recurrent_gates.cells import Exploding, HiddenState
 from recurrent_gates.scan import Request, Settings, Stream
 from tests.support import array, assert_close, parameters, quick_jit, state
 from tests.test_carry import Scale
@@ -147,7 +147,7 @@ def build(family, gate="standard"):
         "gru_two_biases": lambda: rg.GRU(FEATURES, bias_vectors=2, **settings),
         "lstm_lecture": lambda: rg.LSTM(FEATURES, forget_gate=False, **sigmoid, **settings),
         "rnn": lambda: rg.Elman(FEATURES, **settings),
-        "exploding": lambda: rg.Exploding(FEATURES, **settings),
+        "exploding": lambda: Exploding(FEATURES, **settings),
         "gato1": lambda: rg.CELLS["gato1"](FEATURES, bias_vectors=2, **settings),
         "gato2": lambda: rg.CELLS["gato2"](FEATURES, hidden=3, **settings),
     }[family]()

@@ -40,7 +40,7 @@ def test_the_constant_bias_is_one_period():
 
 def test_quantiles_invert():
     laws = [
-        *theory.table_4()[1:],
+        *theory.timescale_laws()[1:],
         theory.uniform_gates(64),
         theory.refined(theory.uniform_gates(64)),
     ]
@@ -113,15 +113,15 @@ def test_the_distance_of_samples():
 # ---------------------------------------------------------------------------------------
 
 
-def test_proposition_1():
-    found = theory.proposition_1(jax.random.key(4))
+def test_uniform_gates_are_pareto():
+    found = theory.pareto_fit(jax.random.key(4))
     assert found["distance"] < 1.63 / np.sqrt(100_000)
     assert abs(found["shape"] - 1) < 0.01  # not 2, as the paper's name for it says
 
 
-def test_proposition_2():
+def test_the_range_of_a_refined_timescale():
     f = np.linspace(0.001, 0.999, 999)
-    found = theory.proposition_2(f)
+    found = theory.timescale_range(f)
     np.testing.assert_allclose(
         found["shortest"], 1 / (1 - np.asarray(rg.refine(f, 0 * f))), rtol=1e-12
     )
@@ -130,9 +130,9 @@ def test_proposition_2():
 
 
 @pytest.mark.parametrize("features", [4, 100, 1000])
-def test_proposition_3_is_of_the_sum(features):
+def test_the_mean_of_master_gates_is_of_the_sum(features):
     """By hand: mean_j of 1 - (j/n)(1 - j/n), and of j/n - (j/n)(1 - j/n)/2."""
-    found = theory.proposition_3(features)
+    found = theory.master_gate_means(features)
     n = features
     np.testing.assert_allclose(found["sum"], 1 - (n * n - 1) / (6 * n * n), rtol=1e-6)
     np.testing.assert_allclose(
@@ -143,9 +143,9 @@ def test_proposition_3_is_of_the_sum(features):
         assert abs(found["f"] - 5 / 12) < 1e-3
 
 
-def test_proposition_4():
+def test_tied_master_gates_are_a_refine_gate():
     grid = np.linspace(0, 1, 21)
-    found = theory.proposition_4(grid[:, None], grid)
+    found = theory.tied_master_gates(grid[:, None], grid)
     np.testing.assert_allclose(found["master_gate"], found["refine_gate"], rtol=0, atol=1e-15)
     f, r = np.meshgrid(grid, grid, indexing="ij")
     by_eq_16 = (1 - r) * f**2 + r * (1 - (1 - f) ** 2)

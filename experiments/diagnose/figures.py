@@ -36,7 +36,7 @@ def criteria(
     """GATO's five criteria as a table.
 
     Args:
-      results: as ``desiderata`` returns them.
+      results: as ``desiderata.measure`` returns them.
       expected: verdicts of the same criteria, or None.
       title: what was measured.
       path: of the PNG.

@@ -59,7 +59,7 @@ def measure_cell(cell: Cell, options: FreshParameters, out: Path) -> None:
     try:
         _check_memory_of_cell(cell, options)
         print(f"{name}: {desiderata.reading(cell, **reading).text}\n", flush=True)
-        results = desiderata.desiderata(cell, D, key=key, draws=draws, **reading)
+        results = desiderata.measure(cell, D, key=key, draws=draws, **reading)
     except UserError:
         raise
     except Exception as error:  # a cell of the user's own may fail in any way
@@ -190,7 +190,7 @@ def table(results: Any, expected: Any) -> str:
     """The five criteria as lines of text.
 
     Args:
-      results: as ``desiderata`` returns them.
+      results: as ``desiderata.measure`` returns them.
       expected: verdicts of the same criteria, or None.
     """
     head = ("criterion", "measured, the worst draw", "number", "limit", "expected", "verdict")
@@ -298,7 +298,7 @@ def _timescales(cell: Any, key: Any, in_features: int, name: str, out: Path) -> 
     figures.timescales(
         values,
         law,
-        gate_theory.table_4(),
+        gate_theory.timescale_laws(),
         f"{name}  ·  decay periods {of}at the start, {values.size} units",
         out / "timescales.png",
     )
@@ -318,13 +318,13 @@ def measure_refine_gate(seed: int, out: Path) -> None:
       seed: of the draws behind proposition 1.
       out: the directory of the figure.
     """
-    first = gate_theory.proposition_1(jax.random.key(seed))
+    first = gate_theory.pareto_fit(jax.random.key(seed))
     grid = np.linspace(0.01, 0.99, 99)
-    second = gate_theory.proposition_2(grid)
+    second = gate_theory.timescale_range(grid)
     shortest = second["shortest"] / (second["period"] / 2)
     longest = second["longest"] / second["period"] ** 2
-    third = gate_theory.proposition_3()
-    fourth = gate_theory.proposition_4(grid[:, None], grid[None])
+    third = gate_theory.master_gate_means()
+    fourth = gate_theory.tied_master_gates(grid[:, None], grid[None])
     apart = np.abs(fourth["master_gate"] - fourth["refine_gate"]).max()
     bounds = gate_theory.gradient_bounds(grid)
     lines = [

@@ -3,6 +3,7 @@
 # make test-quick install, then lint, type-check and run a few minutes' part of the tests
 # make test-all   all of make test with the full product of options instead of a covering array
 # make mutate     plant known mistakes in a copy, one by one; each must be caught (minutes)
+# make docs       install, then build the pages of docs/ into docs/_build/html (3 minutes at most)
 # make test-gpu   the tests that need a GPU
 # make test-cuda  compile every backend for an H100, on any machine (installs JAX's CUDA plugin)
 # make test-tpu   compile every backend for TPUs, on any machine (installs libtpu)
@@ -15,7 +16,7 @@ PYTEST_FLAGS ?= --numprocesses=auto --dist=loadfile
 QUICK = tests/test_cells.py tests/test_golden.py tests/test_layers.py tests/test_package.py \
         tests/test_scan.py tests/experiments
 
-.PHONY: copy test test-quick test-all mutate test-gpu test-cuda test-tpu lint
+.PHONY: copy test test-quick test-all mutate docs test-gpu test-cuda test-tpu lint
 
 $(VENV)/installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +43,11 @@ test-all: lint
 
 mutate: $(VENV)/installed
 	$(BIN)/python -m tests.mutate
+
+# Offline, and a warning is an error.
+docs: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
 test-gpu: $(VENV)/installed
 	JAX_PLATFORMS=cuda,cpu $(BIN)/python -m pytest tests/gpu

@@ -26,6 +26,31 @@ from recurrent_gates.carry import CarryFn, Detach, Noise, get_field, set_field
 from recurrent_gates.cells import LSTM, Elman
 from recurrent_gates.scan import Stream, advance, unroll
 
+__all__ = [
+    "ALL",
+    "Field",
+    "Jacobian",
+    "LecturePaths",
+    "SingularBounds",
+    "Trajectory",
+    "alignment",
+    "carry_dtype",
+    "field_names",
+    "gap_norms",
+    "gate_activations",
+    "gate_means",
+    "gradient_paths",
+    "histogram",
+    "initial_timescales",
+    "largest_state",
+    "lecture_paths",
+    "singular_bounds",
+    "state_jacobians",
+    "step_jacobians",
+    "timescales",
+    "trajectory",
+]
+
 Field = str | int | None
 """A field of a carry as carry functions name it: by name, by index, or None for a bare array."""
 
@@ -55,6 +80,12 @@ class Trajectory(NamedTuple):
 def field_names(carry: Carry) -> tuple[Field, ...]:
     """The floating fields of a carry, in order.
 
+    Args:
+      carry: a NamedTuple, a tuple or an array, of arrays or shapes.
+
+    Returns:
+      Their names; indices of a plain tuple; ``(None,)`` of a bare array.
+
     Raises:
       ValueError: if the carry is none of NamedTuple, tuple and array, or a field is no array.
     """
@@ -75,7 +106,14 @@ def field_names(carry: Carry) -> tuple[Field, ...]:
 
 
 def carry_dtype(carry: Carry) -> Any:
-    """The dtype of a carry's floating fields together."""
+    """The dtype of a carry's floating fields together.
+
+    Args:
+      carry: as ``field_names`` takes it.
+
+    Returns:
+      The dtype to which they all promote.
+    """
     return jnp.result_type(*(get_field(carry, name).dtype for name in field_names(carry)))
 
 
@@ -126,7 +164,7 @@ def largest_state(
 ) -> dict[Field, jax.Array]:
     """How far the state goes: max over units of each field's magnitude, before and after steps.
 
-    GATO's eq. 2 (``Exploding``) may grow without bound once it is above 1, and may come back; a
+    GATO's eq. 2 (``exploding`` in ``CELLS``) may grow without bound once it is above 1, and may come back; a
     GRU that starts within [-1, 1] stays there (GATO, 2.2 and App. E).
 
     Args:
@@ -415,7 +453,7 @@ def gradient_paths(
     of: Field = ALL,
     wrt: Field = ALL,
 ) -> dict[tuple[Field, ...], jax.Array]:
-    """|d carry_T / d carry_{T-g}| against the gap g, with all paths and without each.
+    """Norms of d carry_T / d carry_{T-g} against the gap g, with all paths and without each.
 
     For an LSTM the entry without h is the norm of h-detach's product of A_t, the path through
     the cell state; the one without c is that of the B_t.
@@ -457,7 +495,7 @@ class LecturePaths(NamedTuple):
         forget gates close.
       output: t_1, h_T back to h_{T-n} through output gates alone, n = 1 ... T: the spectral
         norm of the product of n factors D(tanh(s_j) * o'_j) W_o.
-      bound: the lecture's bound on t_1, (K |W_o|)^n, with K the largest entry of the D.
+      bound: the lecture's bound on t_1, ``(K |W_o|)^n``, with K the largest entry of the D.
     """
 
     forget: jax.Array
@@ -478,6 +516,9 @@ def lecture_paths(
       params: its parameters.
       xs: inputs ``[T, *batch, D]``.
       carry: the carry before the first step; default ``cell.initial(batch)``.
+
+    Returns:
+      The two paths and the bound, as log10 of norms.
     """
     run = trajectory(cell, params, xs, carry)
     gates = cell.gates(params, run.before, run.z)
@@ -531,6 +572,9 @@ def singular_bounds(
       params: its parameters.
       xs: inputs ``[T, *batch, D]``.
       carry: the carry before the first step; default ``cell.initial(batch)``.
+
+    Returns:
+      What U's singular values and the activation's slopes allow, per gap.
     """
     run = trajectory(cell, params, xs, carry)
     slope = jnp.abs(_slope(cell.activation, dense(params, run.z)("h", run.before.h)))
@@ -551,6 +595,13 @@ def alignment(a: Any, b: Any) -> jax.Array:
     """The cosine of the angle between two gradients, trees of the same structure.
 
     Clipping by norm keeps it at 1 (the lecture); clipping by value does not.
+
+    Args:
+      a: a tree of arrays.
+      b: another.
+
+    Returns:
+      A scalar in [-1, 1].
     """
 
     def dot(a: Any, b: Any) -> jax.Array:
@@ -613,7 +664,14 @@ def histogram(
 
 
 def timescales(f: jax.Array) -> jax.Array:
-    """The decay period D = 1 / (1 - f) of a forget activation, in steps (UR-gates, B.3)."""
+    """The decay period D = 1 / (1 - f) of a forget activation, in steps (UR-gates, B.3).
+
+    Args:
+      f: forget activations in [0, 1], any shape.
+
+    Returns:
+      D, the same shape; infinite where f is 1.
+    """
     return 1 / (1 - f)
 
 

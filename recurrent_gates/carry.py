@@ -71,6 +71,9 @@ class CarryFn:
     Attributes:
       p: a probability, a scalar array leaf; it gets no gradient.
       field: which field of the carry it acts on; see ``get_field``.
+
+    Raises:
+      ValueError: if ``p`` is a plain number outside [0, 1].
     """
 
     p: Any
@@ -243,6 +246,9 @@ def draw_noise(
       key: PRNG key; each function draws from ``fold_in(key, its index)``.
       steps: T.
       batch_shape: the batch dims.
+
+    Returns:
+      What ``unroll`` takes as ``noise``, each entry with leading axis T.
 
     Raises:
       ValueError: if a function draws and ``key`` is None.

@@ -35,14 +35,23 @@ from recurrent_gates.gato import GATO, GatedDecay, GATOMap, OneLayer, TwoLayer
 
 
 class LSTMState(NamedTuple):
-    """Carry of an LSTM: cell state c and hidden state h, each ``[*batch, F]``."""
+    """Carry of an LSTM, both fields ``[*batch, F]``, float32 at least.
+
+    Attributes:
+      c: the cell state, which is only read through its output gate.
+      h: the hidden state, which is emitted.
+    """
 
     c: jax.Array
     h: jax.Array
 
 
 class HiddenState(NamedTuple):
-    """Carry of GRU, JANET and the Elman network: h ``[*batch, F]``."""
+    """Carry of GRU, JANET and the Elman network.
+
+    Attributes:
+      h: the hidden state ``[*batch, F]``, float32 at least.
+    """
 
     h: jax.Array
 
@@ -72,6 +81,9 @@ def elman_step(
       carry: h ``[*batch, F]``.
       z_t: ``linear_project(params, x_t)``.
       activation: the non-linearity.
+
+    Returns:
+      The next h, float32 at least.
     """
     return _elman_update(carry, dense(params, z_t), activation)
 
@@ -196,6 +208,10 @@ class LSTM(SlotCell):
       activation: of the candidate.
       output_activation: of c on its way to h.
       forget_gate: False for the lecture's s_t = s_tm1 + i * s~; needs the standard gate.
+
+    Raises:
+      ValueError: for a size below 1, a gate that does not fit it, a number of bias vectors other
+        than 1 and 2, or ``forget_gate=False`` with another gate than the standard one.
     """
 
     gate: Gate = GATES["standard"]
@@ -318,6 +334,10 @@ class GRU(SlotCell):
       gate: how f and i are made, tied as ``Gate.tie`` says; default: no forget bias (torch).
       reset: ``"after"``, ``"before"`` or False; see ``gru_step``.
       activation: of the candidate.
+
+    Raises:
+      ValueError: for a size below 1, a gate that does not fit it, a number of bias vectors other
+        than 1 and 2, or another ``reset``.
     """
 
     gate: Gate = _GRU_GATE
@@ -368,6 +388,10 @@ class JANET(GRU):
     """The GRU without a reset gate, the simplest gated network (UR-gates B.4, footnote 4).
 
     h_t = f * h_tm1 + (1 - f) * tanh(L_u(x_t, h_tm1)). Emits h ``[..., F]``. Forget bias 1.
+
+    Attributes:
+      gate: how f is made, as in ``GRU``.
+      reset: False, always.
     """
 
     gate: Gate = Gate(tied=True)
@@ -519,7 +543,14 @@ GATO's take ``rate`` (lambda) and, with two layers, ``hidden`` (k).
 
 
 def count_parameters(params: Any) -> int:
-    """The number of scalars in a tree of parameters (arrays or shapes)."""
+    """The number of scalars in a tree of parameters.
+
+    Args:
+      params: arrays, or shapes as ``jax.eval_shape`` gives them.
+
+    Returns:
+      Their number.
+    """
     leaves = jax.tree.leaves(params)
     for leaf in leaves:
         if not hasattr(leaf, "shape"):

@@ -34,6 +34,19 @@ from recurrent_gates.carry import get_field, set_field
 from recurrent_gates.cells import GRU, LSTM, Elman, Exploding, FlaxCell
 from recurrent_gates.gato import GATO
 
+__all__ = [
+    "EXPECTED",
+    "INFER",
+    "Criterion",
+    "Reading",
+    "Verdict",
+    "family",
+    "identity",
+    "measure",
+    "reading",
+    "scaled",
+]
+
 Gamma = Callable[[jax.Array], jax.Array]
 
 INFER = "infer"
@@ -73,7 +86,14 @@ class Reading:
 
 
 def identity(x: jax.Array) -> jax.Array:
-    """x itself: gamma of cells that emit the remembered field as it is, such as the GRU."""
+    """x itself: gamma of cells that emit the remembered field as it is, such as the GRU.
+
+    Args:
+      x: any array.
+
+    Returns:
+      x.
+    """
     return x
 
 
@@ -95,6 +115,9 @@ def reading(
       remembered: a field of the carry.
       gamma: an elementwise function; it must be hashable.
       recurrent: fields of the carry.
+
+    Returns:
+      What remembers, how it is read and what feeds back.
 
     Raises:
       ValueError: if the carry has no such field.
@@ -142,7 +165,12 @@ def _say(field: Field) -> str:
 
 
 class Verdict(NamedTuple):
-    """An expected verdict on one criterion, and why."""
+    """An expected verdict on one criterion, and why.
+
+    Attributes:
+      met: whether the criterion is met.
+      because: the reason, in words.
+    """
 
     met: bool
     because: str
@@ -245,7 +273,14 @@ stay bounded in all draws.
 
 
 def family(cell: Cell) -> str | None:
-    """The row of ``EXPECTED`` that a cell belongs to, or None where theory was not asked."""
+    """The row of ``EXPECTED`` that a cell belongs to, or None where theory was not asked.
+
+    Args:
+      cell: an unbound cell.
+
+    Returns:
+      A key of ``EXPECTED``, or None.
+    """
     if isinstance(cell, GATO):
         if cell.gamma is not jnp.cos:
             return None
@@ -323,10 +358,10 @@ def measure(
        gap 1 are asked for the greatest relative change from there, and the least of them is
        the value: at most 1e-6;
     2. with states of root mean square 10^k, k = 0 ... 4, in the same random directions: sup
-       |gamma| at k = 4 over that at k = 3: at most 1.1;
-    3. the least mean |gamma'| over the k: at least 0.1;
-    4. sup |gamma'| at k = 4 over that at k = 3: at most 1.1;
-    5. max |r| after 10^4 steps over that after 10^2: at most 1.1. Inputs come again every 100
+       ``|gamma|`` at k = 4 over that at k = 3: at most 1.1;
+    3. the least mean ``|gamma'|`` over the k: at least 0.1;
+    4. sup ``|gamma'|`` at k = 4 over that at k = 3: at most 1.1;
+    5. max ``|r|`` after 10^4 steps over that after 10^2: at most 1.1. Inputs come again every 100
        steps, so that both times follow the same ones and bounded noise is not taken for growth.
 
     Args:
@@ -368,7 +403,15 @@ def measure(
 
 
 def scaled(params: Params, scale: float) -> Any:
-    """The parameters with every floating leaf multiplied by ``scale``, in the same tree."""
+    """The parameters with every floating leaf multiplied by ``scale``, in the same tree.
+
+    Args:
+      params: a tree of arrays.
+      scale: the factor.
+
+    Returns:
+      The new tree.
+    """
 
     def times(leaf: jax.Array) -> jax.Array:
         return leaf * scale if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf

@@ -19,6 +19,31 @@ import numpy as np
 from recurrent_gates.gates import GATES, Gate
 from recurrent_gates.initializers import uniform_gate_bias
 
+__all__ = [
+    "EffectiveBand",
+    "GradientBounds",
+    "TimescaleLaw",
+    "band",
+    "chrono_drawn",
+    "chrono_known",
+    "chrono_unknown",
+    "constant_bias",
+    "cumax_gates",
+    "distance",
+    "effective_band",
+    "effective_gate",
+    "gate_gradient",
+    "gate_law",
+    "gradient_bounds",
+    "master_gate_means",
+    "pareto_fit",
+    "refined",
+    "tied_master_gates",
+    "timescale_laws",
+    "timescale_range",
+    "uniform_gates",
+]
+
 Array = np.ndarray
 Function = Callable[[Any], Array]
 
@@ -45,7 +70,14 @@ class TimescaleLaw:
 
 
 def constant_bias(bias: float = 1.0) -> TimescaleLaw:
-    """Row 1 of Table 4: all units have D = 1 + e^b."""
+    """Table 4, row 1: a constant forget bias; all units have D = 1 + e^b.
+
+    Args:
+      bias: b.
+
+    Returns:
+      The law.
+    """
     period = 1 + math.exp(bias)
     return TimescaleLaw(
         f"constant bias {bias:g}",
@@ -56,7 +88,14 @@ def constant_bias(bias: float = 1.0) -> TimescaleLaw:
 
 
 def chrono_known(tmax: float) -> TimescaleLaw:
-    """Row 2: chrono initialisation with a known timescale, D uniform on [2, tmax] (eq. 17)."""
+    """Table 4, row 2: chrono initialisation, known timescale; D uniform on [2, tmax] (eq. 17).
+
+    Args:
+      tmax: the longest dependency in steps, above 2.
+
+    Returns:
+      The law.
+    """
     return TimescaleLaw(
         f"chrono, tmax {tmax:g}",
         "1{2 <= x <= tmax}",
@@ -77,11 +116,14 @@ def _chrono_terms() -> tuple[Array, float]:
 
 
 def chrono_unknown(lower: float | None = None) -> TimescaleLaw:
-    """Row 3: chrono initialisation with an unknown timescale, density 1 / (x log^2 x).
+    """Table 4, row 3: chrono initialisation, unknown timescale, density 1 / (x log^2 x).
 
     Args:
       lower: where the density begins. The table does not say; by default where its tail
         is that of the law that is drawn from (``chrono_drawn``), log(1.3434) / log(x).
+
+    Returns:
+      The law.
     """
     log_lower = math.log(lower) if lower is not None else 1 / _chrono_terms()[1]
 
@@ -97,7 +139,11 @@ def chrono_unknown(lower: float | None = None) -> TimescaleLaw:
 
 
 def chrono_drawn() -> TimescaleLaw:
-    """The discrete law behind row 3: D = 1 + T, P(T = k) ~ 1 / (k log^2(k + 1)) (B.3)."""
+    """The discrete law behind row 3: D = 1 + T, P(T = k) ~ 1 / (k log^2(k + 1)) (B.3).
+
+    Returns:
+      The law.
+    """
     sums, total = _chrono_terms()
 
     def cdf(x: Any) -> Array:
@@ -117,10 +163,13 @@ def chrono_drawn() -> TimescaleLaw:
 
 
 def uniform_gates(features: int | None = None) -> TimescaleLaw:
-    """Row 4: uniform gate initialisation, density x^-2: Pareto of shape 1 (Proposition 1).
+    """Table 4, row 4: uniform gate initialisation, density x^-2, a Pareto law of shape 1.
 
     Args:
       features: d of U[1/d, 1 - 1/d], which bounds D by d / (d - 1) and d; None: its limit.
+
+    Returns:
+      The law.
     """
     edge = 0.0 if features is None else 1 / features
 
@@ -136,7 +185,11 @@ def uniform_gates(features: int | None = None) -> TimescaleLaw:
 
 
 def cumax_gates() -> TimescaleLaw:
-    """Row 5: cumax with equal pre-activations, f_j = j / n; density x^-2 as n grows."""
+    """Table 4, row 5: cumax with equal pre-activations, f_j = j / n; density x^-2 as n grows.
+
+    Returns:
+      The law.
+    """
     return dataclasses.replace(uniform_gates(), name="cumax")
 
 
@@ -145,6 +198,12 @@ def refined(law: TimescaleLaw) -> TimescaleLaw:
 
     g = 2f - 3f^2 + 2f^3 is pulled to the middle: D of at most d becomes about d / 2. With
     ``refine_bias="zero"`` r is 1/2, g is f and the law is f's own.
+
+    Args:
+      law: that of f.
+
+    Returns:
+      The law.
     """
 
     def effective(f: Array) -> Array:
@@ -174,7 +233,14 @@ def refined(law: TimescaleLaw) -> TimescaleLaw:
 
 
 def timescale_laws(tmax: float = 100.0) -> tuple[TimescaleLaw, ...]:
-    """All five rows of UR-gates' Table 4, in its order."""
+    """The laws of UR-gates' Table 4: how decay periods start under each kind of gate.
+
+    Args:
+      tmax: that of row 2, chrono initialisation with a known timescale.
+
+    Returns:
+      Five laws, in the table's order.
+    """
     return (
         constant_bias(),
         chrono_known(tmax),
@@ -208,9 +274,17 @@ def gate_law(gate: Gate, features: int) -> TimescaleLaw | None:
 
 
 def distance(periods: Any, law: TimescaleLaw, slack: float = 1e-5) -> float:
-    """The Kolmogorov-Smirnov distance of a sample of periods, any shape, from a law.
+    """The Kolmogorov-Smirnov distance of a sample of periods from a law.
 
     Periods may be off by the fraction ``slack``, so that a law with steps forgives rounding.
+
+    Args:
+      periods: the sample, any shape.
+      law: the law.
+      slack: a fraction of the periods.
+
+    Returns:
+      The distance, in [0, 1].
     """
     values, counts = np.unique(np.asarray(periods, float), return_counts=True)
     upto = np.cumsum(counts) / counts.sum()
@@ -226,9 +300,14 @@ def distance(periods: Any, law: TimescaleLaw, slack: float = 1e-5) -> float:
 
 
 def pareto_fit(key: jax.Array, features: int = 1024, draws: int = 100_000) -> dict[str, float]:
-    """Uniform gate initialisation draws D from a Pareto law (UR-gates, Proposition 1).
+    """How well draws of uniform gate initialisation fit a Pareto law (UR-gates, Proposition 1).
 
     The paper calls density x^-2 "Pareto(alpha = 2)"; the shape of that law is alpha = 1.
+
+    Args:
+      key: PRNG key of the draws.
+      features: d of U[1/d, 1 - 1/d].
+      draws: how many biases are drawn.
 
     Returns:
       ``distance``: Kolmogorov-Smirnov, of sigmoid(b) from the law; ``shape``: alpha as the
@@ -244,7 +323,7 @@ def pareto_fit(key: jax.Array, features: int = 1024, draws: int = 100_000) -> di
 
 
 def timescale_range(f: Any) -> dict[str, Array]:
-    """The refine gate moves a timescale D to anywhere in (D/2, D^2) (Proposition 2).
+    """Where a refine gate can move a timescale D: into (D/2, D^2) (UR-gates, Proposition 2).
 
     Args:
       f: forget activations in (0, 1).
@@ -261,9 +340,12 @@ def timescale_range(f: Any) -> dict[str, Array]:
 
 
 def master_gate_means(features: int = 1000) -> dict[str, float]:
-    """ON-LSTM's gates at the start are too small (Proposition 3, corrected).
+    """The means of ON-LSTM's gates at the start (UR-gates, Proposition 3, corrected).
 
     The proposition says E[f^] = 5/6; its proof is of E[f^ + i^] = 5/6, f^ alone being 5/12.
+
+    Args:
+      features: the hidden size.
 
     Returns:
       Means over units of ``f``, ``i`` and ``sum`` with all pre-activations zero.
@@ -275,7 +357,7 @@ def master_gate_means(features: int = 1000) -> dict[str, float]:
 
 
 def tied_master_gates(master: Any, fine: Any) -> dict[str, Array]:
-    """Tied, rescaled master gates are a refine gate (Proposition 4, eq. 24-27).
+    """Tied, rescaled master gates beside the refine gate (UR-gates, Proposition 4, eq. 24-27).
 
     Args:
       master: the master forget gate, refined; in [0, 1].
@@ -298,19 +380,40 @@ def tied_master_gates(master: Any, fine: Any) -> dict[str, Array]:
 
 
 def band(f: Any) -> Array:
-    """alpha(f) = f (1 - f), how far the refine gate can move f (Fig. 2a, section 2.3)."""
+    """alpha(f) = f (1 - f), how far the refine gate can move f (Fig. 2a, section 2.3).
+
+    Args:
+      f: forget activations in [0, 1], any shape.
+
+    Returns:
+      alpha(f), float64.
+    """
     f = np.asarray(f, float)
     return f * (1 - f)
 
 
 def effective_gate(f: Any, r: Any) -> Array:
-    """g = f + f (1 - f) (2 r - 1) (Fig. 2c, eq. 16), as ``recurrent_gates.refine``."""
+    """g = f + f (1 - f) (2 r - 1) (Fig. 2c, eq. 16), as ``recurrent_gates.refine``.
+
+    Args:
+      f: forget activations in [0, 1].
+      r: refine activations in [0, 1], a shape that broadcasts against f's.
+
+    Returns:
+      g, float64.
+    """
     f, r = np.asarray(f, float), np.asarray(r, float)
     return f + band(f) * (2 * r - 1)
 
 
 class EffectiveBand(NamedTuple):
-    """Where g can be, by the pre-activation of f (Fig. 2b)."""
+    """Where g can be, by the pre-activation of f (Fig. 2b).
+
+    Attributes:
+      f: sigmoid of the pre-activation.
+      lower: f^2, g where r is 0.
+      upper: 1 - (1 - f)^2, g where r is 1.
+    """
 
     f: Array
     lower: Array
@@ -318,13 +421,27 @@ class EffectiveBand(NamedTuple):
 
 
 def effective_band(x: Any) -> EffectiveBand:
-    """f = sigmoid(x), and the curves f^2 (r = 0) and 1 - (1 - f)^2 (r = 1) around it."""
+    """f = sigmoid(x), and the curves f^2 (r = 0) and 1 - (1 - f)^2 (r = 1) around it.
+
+    Args:
+      x: pre-activations of f, any shape.
+
+    Returns:
+      The three curves, float64.
+    """
     f = 0.5 * (1 + np.tanh(np.asarray(x, float) / 2))
     return EffectiveBand(f, effective_gate(f, 0.0), effective_gate(f, 1.0))
 
 
 def gate_gradient(f: Any, r: Any) -> Array:
-    """|grad g| by the pre-activations of f and r (App. C), f and r in [0, 1].
+    """The size of g's gradient by the pre-activations of f and r (UR-gates, App. C).
+
+    Args:
+      f: forget activations in [0, 1].
+      r: refine activations in [0, 1], a shape that broadcasts against f's.
+
+    Returns:
+      The norm of the two derivatives, float64.
 
     Note:
       App. C's first line for the derivative by f's pre-activation prints 2r(1-f) for
@@ -340,7 +457,7 @@ class GradientBounds(NamedTuple):
     """How strong a gradient can be at a given activation g (Fig. 2d), all of g's shape.
 
     Attributes:
-      lower: the least |grad g| over all f and r that give g.
+      lower: the least size of g's gradient over all f and r that give g.
       upper: the greatest.
       plain: g (1 - g), the gradient of a sigmoid gate at g.
       lower_ratio: lower / plain.
@@ -361,6 +478,9 @@ def gradient_bounds(g: Any, points: int = 513) -> GradientBounds:
       g: activations in (0, 1), ``[n]``.
       points: of a search over f, which at g runs from 1 - sqrt(1 - g) (r = 1) to sqrt(g); a
         second search of as many points follows around the best of the first.
+
+    Returns:
+      The bounds, and a plain sigmoid's gradient to hold them against.
     """
     g = np.asarray(g, float)
     low, high = g / (1 + np.sqrt(1 - g)), np.sqrt(g)  # 1 - sqrt(1 - g) without cancelling

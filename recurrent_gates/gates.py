@@ -289,6 +289,9 @@ def trainable_mask(params: Any) -> Any:
 
     Args:
       params: any tree of parameters, a whole model's included; linen's, or an ``nnx.State``.
+
+    Returns:
+      The same tree with a bool in the place of each leaf.
     """
     # Anywhere in the path: an nnx.State has entries of its own below a parameter's name.
     return jax.tree_util.tree_map_with_path(

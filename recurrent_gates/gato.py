@@ -32,7 +32,12 @@ from recurrent_gates.shapes import lead
 
 
 class GATOState(NamedTuple):
-    """Carry of GATO: r feeds back, s only accumulates; each ``[*batch, J]``."""
+    """Carry of GATO, both fields ``[*batch, J]``, float32 at least.
+
+    Attributes:
+      r: what feeds back.
+      s: what only accumulates.
+    """
 
     r: jax.Array
     s: jax.Array
@@ -133,7 +138,7 @@ class GatedDecay(SlotMap):
     """f of both printed models: lambda * sigmoid(.) * r + tanh(.) (GATO, eq. 5 and 6).
 
     Attributes:
-      rate: lambda; below 1 it bounds |r| by 1 / (1 - lambda) (criterion 5).
+      rate: lambda; below 1 it bounds ``|r|`` by 1 / (1 - lambda) (criterion 5).
     """
 
     rate: float = 0.7
@@ -171,6 +176,9 @@ class TwoLayer(SlotMap):
 
     Attributes:
       hidden: k; 32 is the width that gives the paper's parameter counts.
+
+    Raises:
+      ValueError: if ``hidden`` is below 1.
     """
 
     hidden: int = 32
@@ -247,6 +255,10 @@ class GATO(Cell):
       bias_init: start of the biases.
       dtype: dtype of projections; None: that of inputs and parameters.
       param_dtype: dtype of the parameters. r and s are float32 at least, whatever it is.
+
+    Raises:
+      ValueError: if ``features`` is odd or below 1, or for other values of ``wrap``, ``s_update``
+        and ``bias_vectors`` than those above.
 
     Note:
       The paper prints no biases; its parameter counts have one with every linear map. Nor

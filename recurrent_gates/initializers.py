@@ -20,6 +20,16 @@ from flax import linen as nn
 
 from recurrent_gates import checks
 
+__all__ = [
+    "chrono_bias",
+    "symmetric_uniform",
+    "torch_embedding",
+    "torch_linear_bias",
+    "torch_linear_kernel",
+    "torch_recurrent",
+    "uniform_gate_bias",
+]
+
 Initializer = Callable[..., jax.Array]
 
 _ORTHOGONAL = nn.initializers.orthogonal()
@@ -123,27 +133,66 @@ class _SymmetricUniform:
 
 @functools.cache
 def symmetric_uniform(scale: float) -> Initializer:
-    """U[-scale, scale] for every leaf; GATO's is ``symmetric_uniform(0.1)`` (GATO, B.2)."""
+    """U[-scale, scale] for every leaf; GATO's is ``symmetric_uniform(0.1)`` (GATO, B.2).
+
+    Args:
+      scale: the largest magnitude.
+
+    Returns:
+      An initializer ``(key, shape, dtype) -> array``.
+    """
     return _SymmetricUniform(scale)
 
 
 def torch_recurrent(features: int) -> Initializer:
-    """torch's default for every leaf of nn.LSTM, nn.GRU and nn.RNN: U(±1/sqrt(features))."""
+    """torch's default for every leaf of nn.LSTM, nn.GRU and nn.RNN: U(±1/sqrt(features)).
+
+    Args:
+      features: F, the hidden size.
+
+    Returns:
+      An initializer ``(key, shape, dtype) -> array``.
+    """
     return symmetric_uniform(1 / math.sqrt(features))
 
 
 def torch_linear_kernel(
     key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32
 ) -> jax.Array:
-    """torch's default for the weight of nn.Linear, stored ``[in, out]``: U(±1/sqrt(in))."""
+    """torch's default for the weight of nn.Linear, stored ``[in, out]``: U(±1/sqrt(in)).
+
+    Args:
+      key: PRNG key.
+      shape: ``[in, out]``.
+      dtype: dtype of the result.
+
+    Returns:
+      The array.
+    """
     return torch_recurrent(shape[0])(key, shape, dtype)
 
 
 def torch_linear_bias(in_features: int) -> Initializer:
-    """torch's default for the bias of nn.Linear: U(±1/sqrt(in_features))."""
+    """torch's default for the bias of nn.Linear: U(±1/sqrt(in_features)).
+
+    Args:
+      in_features: inputs of the layer.
+
+    Returns:
+      An initializer ``(key, shape, dtype) -> array``.
+    """
     return torch_recurrent(in_features)
 
 
 def torch_embedding(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
-    """torch's default for nn.Embedding: N(0, 1)."""
+    """torch's default for nn.Embedding: N(0, 1).
+
+    Args:
+      key: PRNG key.
+      shape: shape of the result.
+      dtype: dtype of the result.
+
+    Returns:
+      The array.
+    """
     return jax.random.normal(key, tuple(shape), dtype)

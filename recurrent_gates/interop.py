@@ -15,6 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from recurrent_gates.checks import described
+__all__ = [
+    "from_torch",
+    "to_torch",
+]
 
 # torch's order of row blocks, as slots of LSTM and of GRU(reset="after").
 _ROWS = {4: ("i", "f", "u", "o"), 3: ("reset", "f", "u")}

@@ -41,6 +41,7 @@ class RNN(nn.Module):
 
     Raises:
       TypeError: if ``cell`` is not a ``Cell``.
+      ValueError: for another value of the last four than their defaults.
     """
 
     cell: Cell
@@ -196,6 +197,9 @@ class Stack(nn.Module):
       shared_noise: layers with the same carry functions share one draw; by default each
         layer has its own (the key folded with the layer's index).
       time_major, return_carry, reverse, keep_order, unroll, remat, backend: as in ``RNN``.
+
+    Raises:
+      ValueError: without cells, or for a dropout outside [0, 1].
     """
 
     cells: Sequence[Cell]

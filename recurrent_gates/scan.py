@@ -31,7 +31,16 @@ _LOGGER = logging.getLogger("recurrent_gates")
 
 
 class Backend(enum.Enum):
-    """How a recurrence is computed; each backend is held to ``SCAN`` by tests."""
+    """How a recurrence is computed; each backend is held to ``SCAN`` by tests.
+
+    Attributes:
+      AUTO: ``FUSED`` where it serves the request, else ``SCAN``; logs its choice once.
+      SCAN: ``jax.lax.scan`` over the cell's step: the definition.
+      FUSED: a hand-written backward pass, for cells that name their recurrent products.
+      NEWTON: all steps at once, for diagonal recurrences.
+      PALLAS: one kernel over time in each direction, on TPUs and NVIDIA GPUs.
+      CUDNN: NVIDIA's own kernels, for the plain LSTM.
+    """
 
     AUTO = "auto"
     SCAN = "scan"

@@ -21,6 +21,10 @@ from recurrent_gates.checks import described
 from recurrent_gates.layers import RNN
 from recurrent_gates.scan import select, unroll
 
+__all__ = [
+    "check_cell",
+]
+
 _STEPS, _BATCH = 5, 3
 
 Replay = Callable[[Params, jax.Array, jax.Array], tuple[Carry, jax.Array]]

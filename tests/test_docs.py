@@ -3,6 +3,8 @@
 import ast
 import configparser
 import contextlib
+import doctest
+import enum
 import functools
 import inspect
 import io
@@ -11,36 +13,30 @@ import os
 import re
 import shlex
 import signal
+import sys
+import textwrap
 from pathlib import Path
 
 import jax
 import pytest
-from flax import linen as nn
-from flax import nnx
 
 import recurrent_gates as rg
-from recurrent_gates import (
-    analysis,
-    desiderata,
-    gate_theory,
-    initializers,
-    interop,
-    testing,
-)
 from tests.support import run_as_main
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-API = (ROOT / "docs" / "API.md").read_text()
 README = (ROOT / "README.md").read_text()
-# Public modules that the package does not re-export.
-BESIDE = (analysis, desiderata, gate_theory, initializers, interop, testing)
 
 
 def blocks(text, language):
     """(first line number, code) of every block of a language."""
     found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     return [(text.count("\n", 0, match.start(1)) + 1, match[1]) for match in found]
+
+
+def unjitted(value):
+    """The function inside a jitted one."""
+    return inspect.unwrap(value) if callable(value) and not inspect.isclass(value) else value
 
 
 def name_of(path):
@@ -196,105 +192,116 @@ def test_parameter_table_is_what_the_cells_have():
             assert f"{rg.count_parameters(shapes):,}" == count
 
 
-# The API page
+# The API pages
 
 
-def public_names():
-    names = {name: getattr(rg, name) for name in rg.__all__}
-    for module in BESIDE:
-        for name, value in vars(module).items():
-            if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_"):
-                names[name] = value
-    return names | {f"nnx.{name}": getattr(rg.nnx, name) for name in rg.nnx.__all__}
-
-
-PUBLIC = public_names()
-
-
-def section(name):
-    """The text under a name's heading."""
-    parts = re.split(rf"^### `{re.escape(name)}`$", API, flags=re.MULTILINE)
-    assert len(parts) == 2, f"docs/API.md has {len(parts) - 1} headings for {name}"
-    return re.split(r"^##", parts[1], maxsplit=1, flags=re.MULTILINE)[0]
-
-
-def test_api_page_documents_the_public_names_and_no_others():
-    assert set(re.findall(r"^### `([\w.]+)`$", API, re.MULTILINE)) == set(PUBLIC)
-    for module in (*BESIDE, rg.nnx):
-        assert f"## `{module.__name__}`" in API
+MODULES = {name: getattr(rg, name) for name in rg._MODULES}
+HOMES = {"": rg, **MODULES}
+PUBLIC = {
+    f"{home}.{name}".lstrip("."): getattr(module, name)
+    for home, module in HOMES.items()
+    for name in module.__all__
+    if home or name not in MODULES
+}
+CLASSES = sorted(name for name, value in PUBLIC.items() if inspect.isclass(value))
+FUNCTIONS = sorted(name for name, value in PUBLIC.items() if inspect.isroutine(unjitted(value)))
 
 
 def test_all_is_complete():
-    assert len(set(rg.__all__)) == len(rg.__all__)
-    namespace = {
+    for home, module in HOMES.items():
+        assert len(set(module.__all__)) == len(module.__all__), home
+    there = {
         name
         for name, value in vars(rg).items()
         if not name.startswith("_") and not inspect.ismodule(value)
     }
-    assert namespace | {"__version__"} == set(rg.__all__)
+    assert there | {"__version__"} == set(rg.__all__)
+    for home, module in MODULES.items():
+        ours = {
+            name
+            for name, value in vars(module).items()
+            if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_")
+        }
+        assert {name for name in ours if callable(vars(module)[name])} <= set(module.__all__), home
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC))
-def test_public_name_is_documented(name):
-    assert len(section(name).split()) >= 10
-    value = PUBLIC[name]
-    if callable(value):
-        own = value.__doc__
-        assert own, f"{name} has no docstring"
-        assert not own.startswith(f"{name}("), f"{name} has only a generated docstring"
+def test_every_public_name_is_on_one_api_page():
+    pages = [path.read_text() for path in (ROOT / "docs" / "api").glob("*.rst")]
+    text = "\n".join(pages)
+    named = re.findall(r"^\.\. auto(?!module)\w+:: (\S+)", text, re.M)
+    whole = re.findall(r"^\.\. automodule:: (\S+)", text, re.M)
+    assert sorted(whole) == sorted(module.__name__ for module in MODULES.values())
+    on_pages = [name.rpartition(".")[2] for name in named]
+    on_pages += [name for module in MODULES.values() for name in module.__all__]
+    assert sorted(on_pages) == sorted({name.rpartition(".")[2] for name in PUBLIC})
+    index = (ROOT / "docs" / "index.md").read_text()
+    for path in (ROOT / "docs" / "api").glob("*.rst"):
+        assert f"\napi/{path.stem}\n" in index
 
 
-def written_parameters(name):
-    """{parameter: (kind, has a default)} as the API page writes the signature."""
-    ((_, text),) = blocks(section(name).lstrip("\n").split("\n\n")[0] + "\n", "text")
-    home, dot, name = name.rpartition(".")
-    head, _, _ = text.strip().removeprefix(home + dot).partition(" -> ")
-    function = ast.parse(f"def {head}: ...").body[0]
-    arguments = function.args
-    required = len(arguments.args) - len(arguments.defaults)
-    found = {a.arg: ("positional", i >= required) for i, a in enumerate(arguments.args)}
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        found[argument.arg] = ("keyword", default is not None)
-    if arguments.kwarg:
-        found[arguments.kwarg.arg] = ("positional", False)
-    assert function.name == name
-    return found
+def sections(value):
+    """{heading: text} of a Google-style docstring; what stands before any heading is ""."""
+    headings = r"^(Args|Attributes|Example|Note|Raises|Returns):\n"
+    parts = re.split(headings, inspect.getdoc(value) or "", flags=re.M)
+    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
 
 
-CLASSES = sorted(n for n, v in PUBLIC.items() if inspect.isclass(v))
-CALLED = sorted({n for n, v in PUBLIC.items() if callable(v)} - {"Backend", "UnknownCellError"})
+def entries(text):
+    """The names that a section describes."""
+    heads = re.findall(r"^  (\w[\w, ]*):\s", text, re.M)
+    return [name for head in heads for name in head.split(", ")]
 
 
-@pytest.mark.parametrize("name", CALLED)
-def test_signature_is_the_one_in_the_code(name):
-    value = PUBLIC[name]
-    is_module = inspect.isclass(value) and issubclass(value, nn.Module)
-    flax_own = {"parent", "name"} if is_module else set()
-    if inspect.isclass(value) and issubclass(value, nnx.Module):  # its metaclass hides it
-        value, flax_own = value.__init__, {"self"}
-    actual = {
-        p.name: (
-            "keyword" if p.kind is p.KEYWORD_ONLY else "positional",
-            p.default is not p.empty,
-        )
-        for p in inspect.signature(value).parameters.values()
-        if p.name not in flax_own
-    }
-    assert list(written_parameters(name).items()) == list(actual.items())
+def raised(value):
+    """The exceptions that a function's own lines raise."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
+    calls = [n.exc.func for n in ast.walk(tree) if isinstance(n, ast.Raise) and n.exc is not None]
+    return {call.id for call in calls}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function_documents_arguments_returns_and_errors(name):
+    function = unjitted(PUBLIC[name])
+    signature, said = inspect.signature(function), sections(function)
+    assert said[""].split(), f"{name} has no docstring"
+    assert entries(said.get("Args", "")) == list(signature.parameters)
+    assert ("Returns" in said) == (signature.return_annotation != "None")
+    assert set(entries(said.get("Raises", ""))) >= raised(function)
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_public_members_have_words(name):
+def test_class_documents_its_fields_and_errors(name):
     value = PUBLIC[name]
-    inherited = {member for base in value.__mro__[1:] for member in vars(base)}
-    fields = getattr(value, "__dataclass_fields__", {})
-    for member, attribute in vars(value).items():
-        is_ours = inspect.isfunction(attribute) or isinstance(attribute, property)
-        if member.startswith("_") or member in fields or not is_ours:
+    said = sections(value)
+    assert said[""].split(), f"{name} has no docstring"
+    assert not said[""].startswith(f"{value.__name__}("), f"{name} has only a generated docstring"
+    if issubclass(value, enum.Enum):
+        own = inherited = set(value.__members__)
+    else:
+        own = set(vars(value).get("__annotations__", {})) - {"parent", "name"}
+        inherited = set().union(*(vars(base).get("__annotations__", {}) for base in value.__mro__))
+    assert own <= set(entries(said.get("Attributes", ""))) <= inherited
+    if "__post_init__" in vars(value):
+        assert set(entries(said.get("Raises", ""))) >= raised(value.__post_init__)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_public_members_have_docstrings(name):
+    fields = vars(PUBLIC[name]).get("__annotations__", {})
+    for member, attribute in vars(PUBLIC[name]).items():
+        if member in fields:
             continue
-        if getattr(attribute, "__module__", rg.__name__).partition(".")[0] != rg.__name__:
-            continue  # struct.dataclass adds replace
-        assert inspect.getdoc(attribute) or member in inherited, f"{name}.{member} has no docstring"
-        if member not in inherited:
-            words = section(name)
-            assert f"`{member}" in words, f"docs/API.md does not name {name}.{member}"
+        ours = inspect.isfunction(attribute) or isinstance(attribute, property)
+        if ours and not member.startswith("_"):
+            assert inspect.getdoc(getattr(PUBLIC[name], member)), f"{name}.{member}"
+
+
+def test_examples_in_docstrings_run():
+    ran = 0
+    modules = sorted(name for name in sys.modules if name.startswith("recurrent_gates"))
+    for module in map(sys.modules.__getitem__, modules):
+        with jax.numpy_dtype_promotion("standard"):
+            result = doctest.testmod(module)
+        assert not result.failed, module.__name__
+        ran += result.attempted
+    assert ran

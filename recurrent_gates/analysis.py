@@ -438,6 +438,14 @@ def gap_norms(steps: Jacobian, *, of: Field = ALL, wrt: Field = ALL) -> jax.Arra
     Returns:
       ``[T + 1, ...]``; entry g is over the last g steps. However small a block is beside the
       others, its norm is to the dtype's precision.
+
+    Example:
+      >>> gru, xs = rg.GRU(4), jnp.ones((10, 3))
+      >>> params = gru.init_params(jax.random.key(0), 3)
+      >>> steps = rg.analysis.step_jacobians(gru, params, xs)
+      >>> norms = rg.analysis.gap_norms(steps)
+      >>> norms.shape, float(norms[0])
+      ((11,), 0.0)
     """
     products = _products(steps.matrix, [width for _, width in steps.widths])
     rows, columns = _places(steps, of), _places(steps, wrt)

@@ -193,6 +193,15 @@ def lstm_step(
 
     Returns:
       The next c and h, float32 at least.
+
+    Example:
+      >>> lstm = rg.LSTM(4)
+      >>> params, carry = lstm.init_params(jax.random.key(0), 3), lstm.initial((2,))
+      >>> for x in jax.random.normal(jax.random.key(1), (6, 2, 3)):
+      ...     z_t = rg.linear_project(params, x, gate=rg.GATES["standard"])
+      ...     carry = rg.lstm_step(params, carry, z_t)
+      >>> carry.h.shape
+      (2, 4)
     """
     gates = _lstm_gates(carry.h, dense(params, z_t), gate, activation, forget_gate)
     return _lstm_update(carry, gates, output_activation)
@@ -550,6 +559,10 @@ def count_parameters(params: Any) -> int:
 
     Returns:
       Their number.
+
+    Example:
+      >>> rg.count_parameters(rg.LSTM(4).init_params(jax.random.key(0), 3))
+      128
     """
     leaves = jax.tree.leaves(params)
     for leaf in leaves:

@@ -31,6 +31,10 @@ def refine(f: jax.Array, r: jax.Array) -> jax.Array:
 
     Returns:
       g in [f^2, 1 - (1 - f)^2], same shape; refine(1 - f, 1 - r) = 1 - refine(f, r).
+
+    Example:
+      >>> [round(float(rg.refine(0.9, r)), 2) for r in (0.0, 0.5, 1.0)]
+      [0.81, 0.9, 0.99]
     """
     return f + f * (1 - f) * (2 * r - 1)
 
@@ -78,6 +82,15 @@ class Gate:
     Raises:
       ValueError: for a name that is not one of the above, for options that exclude each other,
         and for an option that is not its default and has no effect.
+
+    Example:
+      >>> gate = rg.GATES["ur"]
+      >>> gate.slots(8)
+      {'f': 8, 'r': 8}
+      >>> pre = {slot: jnp.zeros((2, width)) for slot, width in gate.slots(8).items()}
+      >>> f, i = gate(gate.init(jax.random.key(0), 8), pre)
+      >>> f.shape, bool(jnp.allclose(f + i, 1.0))
+      ((2, 8), True)
 
     Note:
       The paper's printed slips are implemented as they must be meant: eq. 36 refines the

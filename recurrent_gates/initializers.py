@@ -152,6 +152,12 @@ def torch_recurrent(features: int) -> Initializer:
 
     Returns:
       An initializer ``(key, shape, dtype) -> array``.
+
+    Example:
+      >>> uniform = rg.initializers.torch_recurrent(16)
+      >>> draw = uniform(jax.random.key(0), (3, 16))
+      >>> bool(jnp.all(jnp.abs(draw) <= 0.25))
+      True
     """
     return symmetric_uniform(1 / math.sqrt(features))
 

@@ -1,8 +1,7 @@
 """The conformance suite: what a cell must satisfy to run under everything here.
 
-from recurrent_gates.testing import check_cell, check_replay
-check_cell(MyCell(features=8))
-check_replay(MyCell(features=8))
+It is two calls, ``recurrent_gates.testing.check_cell(MyCell(features=8))`` and ``check_replay`` of
+the same.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import re
+import runpy
 import shlex
 import signal
 import sys
@@ -18,14 +19,16 @@ import textwrap
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import recurrent_gates as rg
 from tests.support import run_as_main
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-README = (ROOT / "README.md").read_text()
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("guide/*.md"))]
+CELLS_PAGE = (DOCS / "guide" / "cells.md").read_text()
 
 
 def blocks(text, language):
@@ -144,6 +147,7 @@ def test_every_flag_that_the_pages_name_exists():
 def test_links_lead_somewhere():
     for path in PAGES:
         text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+        text = re.sub(r"`[^`\n]*`", "", text)
         for link in re.findall(r"\]\(([^)\s]+)\)", text):
             if "://" in link:
                 continue
@@ -155,12 +159,35 @@ def test_links_lead_somewhere():
                 assert anchor in anchors, f"{name_of(path)}: {link}"
 
 
+def test_examples_page_shows_every_example():
+    page = (DOCS / "guide" / "examples.md").read_text()
+    shown = re.findall(r"literalinclude} \S+/(\w+\.py)$", page, re.M)
+    assert sorted(shown) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
+def test_every_page_is_in_the_index():
+    index = (DOCS / "index.md").read_text()
+    pages = [*DOCS.glob("*.md"), *DOCS.glob("guide/*.md"), *DOCS.glob("api/*.rst")]
+    for path in pages:
+        if path.name != "index.md":
+            assert f"\n{path.relative_to(DOCS).with_suffix('')}\n" in index, path
+
+
+def test_pictures_of_the_gates_are_drawn(tmp_path):
+    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
+        patch.setattr(sys, "argv", ["gates.py", str(tmp_path)])
+        runpy.run_path(str(DOCS / "images" / "gates.py"), run_name="__main__")
+    for name in ("gates.png", "timescales.png"):
+        drawn, kept = ((folder / name).read_bytes() for folder in (tmp_path, DOCS / "images"))
+        assert drawn[:24] == kept[:24]  # a PNG of the same width and height
+
+
 # Tables
 
 
 def rows(heading):
-    """The cells of every table row in a section of the README, inner code quotes kept."""
-    section = README.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    """The cells of every table row in a section of the page of cells, inner code quotes kept."""
+    section = CELLS_PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
@@ -226,7 +253,7 @@ def test_all_is_complete():
 
 
 def test_every_public_name_is_on_one_api_page():
-    pages = [path.read_text() for path in (ROOT / "docs" / "api").glob("*.rst")]
+    pages = [path.read_text() for path in (DOCS / "api").glob("*.rst")]
     text = "\n".join(pages)
     named = re.findall(r"^\.\. auto(?!module)\w+:: (\S+)", text, re.M)
     whole = re.findall(r"^\.\. automodule:: (\S+)", text, re.M)
@@ -234,9 +261,6 @@ def test_every_public_name_is_on_one_api_page():
     on_pages = [name.rpartition(".")[2] for name in named]
     on_pages += [name for module in MODULES.values() for name in module.__all__]
     assert sorted(on_pages) == sorted({name.rpartition(".")[2] for name in PUBLIC})
-    index = (ROOT / "docs" / "index.md").read_text()
-    for path in (ROOT / "docs" / "api").glob("*.rst"):
-        assert f"\napi/{path.stem}\n" in index
 
 
 def sections(value):
@@ -301,7 +325,7 @@ def test_examples_in_docstrings_run():
     modules = sorted(name for name in sys.modules if name.startswith("recurrent_gates"))
     for module in map(sys.modules.__getitem__, modules):
         with jax.numpy_dtype_promotion("standard"):
-            result = doctest.testmod(module)
+            result = doctest.testmod(module, extraglobs={"jax": jax, "jnp": jnp, "rg": rg})
         assert not result.failed, module.__name__
         ran += result.attempted
     assert ran

@@ -2,7 +2,8 @@
 
 import dataclasses
 import inspect
-import types
+
+from flax import linen as nn
 
 import recurrent_gates
 
@@ -12,11 +13,14 @@ release = recurrent_gates.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build", "results"]
 
+smartquotes_action = "D"  # dashes alone: a prime is no quotation mark
+
 html_theme = "furo"
 html_title = f"{project} {release}"
 html_static_path = ["static"]
 html_css_files = ["style.css"]
 html_copy_source = False
+html_show_copyright = False
 html_show_sphinx = False
 
 myst_enable_extensions = ["colon_fence"]
@@ -32,7 +36,7 @@ napoleon_numpy_docstring = False
 napoleon_custom_sections = [("Attributes", "params_style")]
 toc_object_entries_show_parents = "hide"
 
-_NOT_OURS = {"name", "parent", "replace", "scope"}  # what Flax adds to classes
+_FLAX_OWN = {"name", "parent"}  # fields that Flax adds to modules
 
 
 def _text(value: object) -> str:
@@ -54,7 +58,8 @@ def _signature(app, what, name, value, options, signature, returned):
     """A module's settings in the place of the constructor that Flax generates."""
     if what != "class" or not dataclasses.is_dataclass(value):
         return None
-    fields = [field for field in dataclasses.fields(value) if field.name not in _NOT_OURS]
+    left_out = _FLAX_OWN if issubclass(value, nn.Module) else set()
+    fields = [field for field in dataclasses.fields(value) if field.name not in left_out]
     written = [
         field.name
         if field.default is dataclasses.MISSING
@@ -66,11 +71,8 @@ def _signature(app, what, name, value, options, signature, returned):
 
 def _skip(app, what, name, value, skip, options):
     """Leaves out what Flax and ``NamedTuple`` add to a class."""
-    if name in _NOT_OURS or isinstance(value, types.MemberDescriptorType):
-        return True
-    if inspect.isdatadescriptor(value) and (inspect.getdoc(value) or "").startswith("Alias for"):
-        return True
-    return None
+    alias = inspect.isdatadescriptor(value) and "Alias for field" in (inspect.getdoc(value) or "")
+    return True if alias or name == "replace" else None
 
 
 def setup(app):

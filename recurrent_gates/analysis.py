@@ -55,7 +55,7 @@ Field = str | int | None
 """A field of a carry as carry functions name it: by name, by index, or None for a bare array."""
 
 ALL = "all fields"
-"""In place of a field: all of them side by side."""
+"""All fields side by side, where a field is asked for."""
 
 
 # ---------------------------------------------------------------------------------------
@@ -693,7 +693,7 @@ def initial_timescales(
       cell: an unbound cell that names the gate.
       key: PRNG key of the draws.
       gate: which gate forgets.
-      in_features: D.
+      in_features: D, the width of the inputs.
       draws: how many parameters are drawn.
 
     Returns:

@@ -51,7 +51,7 @@ class Cell(nn.RNNCellBase):
 
     @property
     def accumulated(self) -> tuple[str, ...]:
-        """Fields of the carry that never feed back: ``accumulate`` takes them a step on."""
+        """Fields of the carry that never feed back; ``accumulate`` takes them a step on."""
         return ()
 
     @property
@@ -222,6 +222,7 @@ class Cell(nn.RNNCellBase):
 
     @property
     def num_feature_axes(self) -> int:
+        """Flax's name for the number of axes of features, 1."""
         return 1
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -244,7 +244,7 @@ def draw_noise(
     Args:
       carry_fns: the functions, applied left to right.
       key: PRNG key; each function draws from ``fold_in(key, its index)``.
-      steps: T.
+      steps: T, the length of the sequence.
       batch_shape: the batch dims.
 
     Returns:

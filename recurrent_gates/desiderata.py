@@ -50,6 +50,7 @@ __all__ = [
 Gamma = Callable[[jax.Array], jax.Array]
 
 INFER = "infer"
+"""The default of ``reading``, which infers what it is not given."""
 
 GAPS = 200
 SMALLEST_INFLUENCE = 0.1  # of a unit's diagonal entry at gap 1
@@ -92,7 +93,7 @@ def identity(x: jax.Array) -> jax.Array:
       x: any array.
 
     Returns:
-      x.
+      The same array.
     """
     return x
 
@@ -269,6 +270,8 @@ and cm_janet do not: f is 1 to within rounding while i is open, so i / (1 - f) h
 With parameters as drawn every one of them stays bounded; it is those times 3 that grow. With
 other keys than the default a draw of um_gru or um_janet times 3 may grow as well, and cm_gru may
 stay bounded in all draws.
+
+:meta hide-value:
 """
 
 

@@ -73,7 +73,7 @@ def constant_bias(bias: float = 1.0) -> TimescaleLaw:
     """Table 4, row 1: a constant forget bias; all units have D = 1 + e^b.
 
     Args:
-      bias: b.
+      bias: the forget gate's bias b.
 
     Returns:
       The law.

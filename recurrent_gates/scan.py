@@ -33,6 +33,8 @@ _LOGGER = logging.getLogger("recurrent_gates")
 class Backend(enum.Enum):
     """How a recurrence is computed; each backend is held to ``SCAN`` by tests.
 
+    Where one is asked for, its value does as well: the name in small letters, a string.
+
     Attributes:
       AUTO: ``FUSED`` where it serves the request, else ``SCAN``; logs its choice once.
       SCAN: ``jax.lax.scan`` over the cell's step: the definition.

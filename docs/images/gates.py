@@ -45,7 +45,7 @@ def draw_refined(axes):
     axes.fill_between(X, 1 - low, 1 - high, color=INPUT, alpha=0.2, linewidth=0)
     axes.plot(X, f, color=FORGET)
     axes.plot(X, i, color=INPUT)
-    axes.set_title("r, ur, cr\na refine gate moves f; i = 1 - f")
+    axes.set_title("r, ur, cr\na refine gate moves f")
     axes.set_xlabel("pre-activation of f")
 
 
@@ -54,8 +54,8 @@ def draw_ordered(axes):
     f, i = rg.GATES["o"].activate({"f": peak(20), "i": peak(12)})
     axes.plot(unit, f, color=FORGET, drawstyle="steps-mid")
     axes.plot(unit, i, color=INPUT, drawstyle="steps-mid")
-    axes.set_title("o, or\none sum over the units, in their order")
-    axes.set_xlabel("unit, pre-activations highest at 20 (f), 12 (i)")
+    axes.set_title("o, or\none sum over all units")
+    axes.set_xlabel("unit")
 
 
 def draw_masters(axes):
@@ -64,8 +64,8 @@ def draw_masters(axes):
         f, i = curves(rg.GATES["um"], f=X, i=X, mf=logit, mi=-logit)
         axes.plot(X, f, color=FORGET)
         axes.plot(X, i, color=INPUT, dashes=(3, 3))
-        axes.text(-6, float(f[0]) + 0.02, f"master {master:g}", color=GREY, size=9)
-    axes.set_title("om, um, cm\nmaster gates bound f and i")
+        axes.text(-6, float(f[0]) + 0.02, f"{master:g}", color=GREY, size=9)
+    axes.set_title("om, um, cm\nmaster gates (grey) bound f, i")
     axes.set_xlabel("pre-activation of the fine gate")
 
 
@@ -88,7 +88,7 @@ def draw_slopes(axes, gate):
 
 
 def draw_gates(path):
-    figure, axes = plt.subplots(2, 4, figsize=(13, 6), layout="constrained")
+    figure, axes = plt.subplots(2, 4, figsize=(10.5, 6), layout="constrained")
     above = (draw_free, draw_refined, draw_ordered, draw_masters)
     for draw, column in zip(above, axes[0], strict=True):
         draw(column)
@@ -102,7 +102,7 @@ def draw_gates(path):
     axes[1, 1].text(0.5, 0.03, "grey: f (1 - f), a sigmoid's", color=GREY, ha="center", size=9)
     for column in axes.flat:
         column.grid(alpha=0.25, linewidth=0.6)
-        column.title.set_size(10.5)
+        column.title.set_size(9.5)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

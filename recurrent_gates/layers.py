@@ -100,8 +100,7 @@ class RNN(nn.Module):
           initial_carry: the carry before the first step; default zeros.
           init_key: as in ``nn.RNN``; cells here start without drawing, so it is not used.
           seq_lengths: int ``[*batch]``.
-          return_carry: see the attributes; so are ``time_major``, ``reverse``, ``keep_order``
-            and ``carry_fns``.
+          return_carry, time_major, reverse, keep_order, carry_fns: see the attributes.
           valid: bool mask laid out as the inputs without features; excludes ``seq_lengths``.
           resets: bool mask laid out likewise: those steps start from the fresh carry.
           noise: draws of the carry functions, leading axis T, instead of the ``"carry"`` rng.

@@ -318,11 +318,21 @@ def test_public_members_have_docstrings(name):
         if member in fields:
             continue
         property_ = inspect.isdatadescriptor(attribute)  # Flax wraps a module's
-        if (inspect.isfunction(attribute) or property_) and not member.startswith("_"):
+        public = not member.startswith("_") or member == "__call__"
+        if (inspect.isfunction(attribute) or property_) and public:
             text = inspect.getdoc(getattr(PUBLIC[name], member))
             assert text, f"{name}.{member} has no docstring"
             # Sphinx would take what stands before a colon for a property's type.
             assert not property_ or ": " not in text.splitlines()[0], f"{name}.{member}"
+
+
+@pytest.mark.parametrize("called", [rg.Gate, rg.RNN, rg.Stack], ids=lambda value: value.__name__)
+def test_calls_document_their_arguments(called):
+    names = set(inspect.signature(called.__call__).parameters) - {"self"}
+    said = set(entries(sections(called.__call__)["Args"]))
+    if called is rg.Stack:  # the others are as in RNN
+        said |= set(entries(sections(rg.RNN.__call__)["Args"]))
+    assert names == said
 
 
 def test_examples_in_docstrings_run():

@@ -258,9 +258,10 @@ def test_every_public_name_is_on_one_api_page():
     named = re.findall(r"^\.\. auto(?!module)\w+:: (\S+)", text, re.M)
     whole = re.findall(r"^\.\. automodule:: (\S+)", text, re.M)
     assert sorted(whole) == sorted(module.__name__ for module in MODULES.values())
-    on_pages = [name.rpartition(".")[2] for name in named]
-    on_pages += [name for module in MODULES.values() for name in module.__all__]
-    assert sorted(on_pages) == sorted({name.rpartition(".")[2] for name in PUBLIC})
+    on_pages = [getattr(rg, name.rpartition(".")[2]) for name in named]
+    on_pages += [getattr(module, name) for module in MODULES.values() for name in module.__all__]
+    assert len({id(value) for value in on_pages}) == len(on_pages)
+    assert {id(value) for value in on_pages} == {id(value) for value in PUBLIC.values()}
 
 
 def sections(value):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from recurrent_gates.checks import described
+
 __all__ = [
     "from_torch",
     "to_torch",

@@ -164,8 +164,8 @@ def largest_state(
 ) -> dict[Field, jax.Array]:
     """How far the state goes: max over units of each field's magnitude, before and after steps.
 
-    GATO's eq. 2 (``exploding`` in ``CELLS``) may grow without bound once it is above 1, and may come back; a
-    GRU that starts within [-1, 1] stays there (GATO, 2.2 and App. E).
+    GATO's eq. 2 (``exploding`` in ``CELLS``) may grow without bound once it is above 1, and may
+    come back; a GRU that starts within [-1, 1] stays there (GATO, 2.2 and App. E).
 
     Args:
       cell: an unbound cell.

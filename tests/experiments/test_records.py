@@ -21,6 +21,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 from experiments.command import tables
+from experiments.copy.settings import COPY
 from experiments.machine.profiling import Profile
 from experiments.machine.stopping import StoppedError, Stopping, stopping
 from experiments.records import checkpoints as records_checkpoints
@@ -30,6 +31,7 @@ from experiments.records.reporting import Progress
 from experiments.records.storage import written
 from experiments.records.workdir import EarlierVersionError, Workdir, append_row, read_rows
 from experiments.settings.errors import StorageError, UserError
+from experiments.settings.resolver import resolve
 from experiments.training import loop
 from experiments.training.learner import Learner
 from tests.experiments.support import assert_same_bits, leaves, tiny
@@ -470,6 +472,22 @@ def test_a_run_that_left_its_forget_bias_to_an_r_gate_goes_on(tmp_path):
     refused = pytest.raises(UserError, match=r"forget_bias is None there and 0\.0 here")
     with contextlib.closing(Workdir(tmp_path / "lstm")) as work, refused:
         work.claim(tiny(cell="lstm"))
+
+
+def test_a_copy_run_of_h_detach_that_kept_the_first_of_equals_is_refused_or_goes_on(tmp_path):
+    """Before there was ``ties`` every run kept the first."""
+    settings = {"hidden_size": 6, "steps": 4, "detach_prob": 0.0}
+    config = resolve(COPY, "hdetach", settings)
+    with contextlib.closing(Workdir(tmp_path)) as work:
+        work.claim(config)
+    recorded = json.loads((tmp_path / "config.json").read_text())
+    del recorded["identity"]["training.ties"]
+    (tmp_path / "config.json").write_text(json.dumps(recorded))
+    refused = pytest.raises(UserError, match="ties is first there and last here")
+    with contextlib.closing(Workdir(tmp_path)) as work, refused:
+        work.claim(config)
+    with contextlib.closing(Workdir(tmp_path)) as work:
+        work.claim(resolve(COPY, "hdetach", settings | {"ties": "first"}))
 
 
 def test_a_kill_between_an_evaluation_and_its_checkpoint_changes_nothing(

@@ -301,7 +301,7 @@ def to_linen(module: nnx.Module) -> dict[str, Any]:
         model whose submodules have the names of its attributes.
 
     Returns:
-      A tree of dicts: ``rg.RNN(cell).apply({"params": to_linen(module)}, inputs)``.
+      A tree of dicts, linen's ``variables["params"]``.
     """
     return _with_lists(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
 

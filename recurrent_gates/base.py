@@ -97,7 +97,6 @@ class Cell(nn.RNNCellBase):
         """One step: the next carry."""
         if not self.accumulated:
             raise TypeError(f"{type(self).__name__} must define step(params, carry, z_t).")
-        checks.step(self, carry, z_t)
         new = self.recur(params, carry, z_t)
         added = self.increment(params, carry, z_t)
         return new._replace(
@@ -424,6 +423,7 @@ class SlotCell(Cell):
     @nn.nowrap
     def step(self, params: Params, carry: Carry, z_t: Slots) -> Carry:
         checks.step(self, carry, z_t)
+        checks.one_time(carry, z_t)
         return self.update(carry, z_t, dense(params, z_t, self.separate))
 
     @nn.nowrap

@@ -352,12 +352,15 @@ def step(cell: Any, carry: Any, z_t: Any) -> None:
             f"{described(carry)}{hint}."
         )
     projections(z_t)
-    leaves = [leaf for leaf in jax.tree.leaves(carry) if is_array(leaf)]
-    inputs = [leaf for leaf in jax.tree.leaves(z_t) if is_array(leaf)]
-    if leaves and inputs and leaves[0].ndim != inputs[0].ndim:
+
+
+def one_time(carry: Any, z_t: Mapping[str, Any]) -> None:
+    """A carry and projections by slot of one time, with the same batch dims."""
+    state, inputs = jax.tree.leaves(carry)[:1], jax.tree.leaves(z_t)[:1]
+    if state and inputs and jnp.ndim(state[0]) != jnp.ndim(inputs[0]):
         raise ValueError(
-            f"A step takes the carry and z_t of one time, got {_shapes(leaves[:1])} and "
-            f"{_shapes(inputs[:1])}."
+            f"A step takes the carry and z_t of one time, got {_shapes(state)} and "
+            f"{_shapes(inputs)}."
         )
 
 

@@ -347,6 +347,7 @@ class GATO(Cell):
 
     @nn.nowrap
     def recur(self, params: Params, carry: GATOState, z_t: Any) -> GATOState:
+        checks.step(self, carry, z_t)
         return carry._replace(r=self.f(params.get("f", {}), carry.r, z_t["f"]))
 
     @nn.nowrap

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 
 from flax import linen as nn
+from flax import nnx
 
 import recurrent_gates
 
@@ -56,6 +57,10 @@ def _text(value: object) -> str:
 
 def _signature(app, what, name, value, options, signature, returned):
     """A module's settings in the place of the constructor that Flax generates."""
+    if what == "class" and issubclass(value, nnx.Module):  # its metaclass hides it
+        written = inspect.signature(value.__init__)
+        own = [p.replace(annotation=p.empty) for p in written.parameters.values()][1:]
+        return str(inspect.Signature(own)), ""
     if what != "class" or not dataclasses.is_dataclass(value):
         return None
     left_out = _FLAX_OWN if issubclass(value, nn.Module) else set()

@@ -22,6 +22,7 @@ from recurrent_gates.scan import select, unroll
 
 __all__ = [
     "check_cell",
+    "check_replay",
 ]
 
 _STEPS, _BATCH = 5, 3

@@ -1,4 +1,4 @@
-"""A cell of one's own: three methods, and it passes check_cell and takes h-detach."""
+"""A cell of one's own in 15 lines: scan and fused backends, masks, h-detach; check_cell passes."""
 
 import jax
 import jax.numpy as jnp
@@ -7,20 +7,26 @@ import recurrent_gates as rg
 from recurrent_gates.testing import check_cell
 
 
-class Leaky(rg.Cell):
-    """h_t = decay * h_tm1 + tanh(x_t W)."""
-
+class Leaky(rg.Cell):  # h_t = 0.9 h_tm1 + 0.1 tanh(W x_t + U h_tm1)
     features: int = 8
-    decay: float = 0.9
 
     def init_params(self, key, in_features):
-        return {"W": jax.random.normal(key, (in_features, self.features))}
+        keys, rows = jax.random.split(key), {"W": in_features, "U": self.features}
+        draws = zip(keys, rows.items(), strict=True)
+        return {name: jax.random.normal(k, (n, self.features)) / n for k, (name, n) in draws}
 
     def initial(self, batch_shape):
         return rg.HiddenState(jnp.zeros((*batch_shape, self.features)))
 
-    def step(self, params, carry, z_t):
-        return rg.HiddenState(self.decay * carry.h + jnp.tanh(z_t @ params["W"]))
+    def project(self, params, x):
+        return {"h": x @ params["W"]}
+
+    @property
+    def products(self):  # the step is made of them
+        def update(carry, inputs, product):
+            return rg.HiddenState(0.9 * carry.h + 0.1 * jnp.tanh(product("h", carry.h)))
+
+        return rg.Products(lambda params: {"h": params["U"]}, update)
 
 
 cell = Leaky()

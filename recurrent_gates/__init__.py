@@ -28,6 +28,7 @@ from recurrent_gates.cells import (
     gru_step,
     lstm_step,
 )
+from recurrent_gates.declared import Products, Sums
 from recurrent_gates.gates import GATES, Gate, cumax, refine, trainable_mask
 from recurrent_gates.gato import (
     GATO,
@@ -78,9 +79,11 @@ __all__ = [
     "HiddenState",
     "LSTMState",
     "OneLayer",
+    "Products",
     "SlotCell",
     "SlotMap",
     "Stack",
+    "Sums",
     "TwoLayer",
     "UnknownCellError",
     "Zoneout",

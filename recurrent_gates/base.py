@@ -1,7 +1,8 @@
 """The contract of a cell, and cells whose pre-activations are linear by slot.
 
 Letters: T time, B batch, D input, F features. The last axis of every array is features; all
-others are batch. ``x_tm1`` is x at t - 1. Order is always ``(carry, x) -> (carry, y)``.
+others are batch. ``x_tm1`` is x at t - 1. Order is always ``(carry, x) -> (carry, y)``; x, y
+and the carry may be any trees of arrays.
 
 A cell's mathematics are pure methods that take the parameters explicitly and know nothing of
 time: ``project`` is everything that needs only the input, ``step`` everything that is truly
@@ -10,7 +11,8 @@ sequential, ``emit`` what is read from the carry that was kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,15 +21,24 @@ from flax import linen as nn
 
 from recurrent_gates import checks, mixing, pickling
 from recurrent_gates.carry import CarryFn, Noise
+from recurrent_gates.declared import (
+    Carry,
+    Params,
+    Product,
+    Products,
+    Slots,
+    Sums,
+    Weights,
+    pre_activations,
+    product_of,
+    recurrent_weights,
+    state_dtype,
+)
 from recurrent_gates.gates import Gate
 from recurrent_gates.initializers import Initializer, orthogonal
-from recurrent_gates.shapes import lead
+from recurrent_gates.shapes import in_features, lead
 
-Params = Mapping[str, Any]
-Carry = Any
-Slots = Mapping[str, jax.Array]
 Activation = Callable[[jax.Array], jax.Array]
-Product = Callable[[str, jax.Array], jax.Array]
 
 _LECUN = nn.initializers.lecun_normal()
 _ZEROS = nn.initializers.zeros
@@ -41,38 +52,38 @@ _ZEROS = nn.initializers.zeros
 class Cell(nn.RNNCellBase):
     """Base of all cells: pure methods over explicit parameters, and the Flax cell on top.
 
-    A cell of your own defines ``init_params``, ``initial`` and ``step``; the rest has
-    defaults. It then runs under ``unroll``, ``RNN``, ``nn.RNN`` and with every carry function.
-    Fields must be hashable settings, never arrays.
+    The names that a cell may define, and no others:
 
-    Cells whose state has a part that never feeds back name it in ``accumulated`` and define
-    ``recur`` and ``increment`` instead of ``step``.
+    ===================================  ====================  ==================================
+    name and signature                   when                  why
+    ===================================  ====================  ==================================
+    init_params(key, in_features)        always                its parameters
+    initial(batch_shape)                 always                the carry before the first step
+    step(params, carry, z_t)             unless it declares    all that is truly sequential; it
+                                         products or sums      is made of these where they are
+    project(params, x)                   part of a step needs  one large product over all steps
+                                         the input alone       instead of many small ones
+    emit(params, carry, z)               y is not h, nor the   what leaves the cell, any tree
+                                         only field
+    gates(params, carry_tm1, z)          it has gates          analysis shows them
+    products, a ``Products``             steps multiply what   the fused and pallas backends:
+                                         feeds back by         gradients of weights outside the
+                                         weights               loop
+    sums, a ``Sums``                     a field never feeds   that field leaves the loop
+                                         back
+    diagonal, a bool                     units do not          the newton backend: all steps at
+                                         interact              once
+    ===================================  ====================  ==================================
+
+    ``products``, ``sums`` and ``diagonal`` are properties. What is declared for speed changes no
+    number: ``testing.check_cell`` holds it to the step. Every cell runs under ``unroll``, ``RNN``
+    and ``nn.RNN``, with every mask and carry function. Fields must be hashable settings, never
+    arrays.
     """
 
-    @property
-    def accumulated(self) -> tuple[str, ...]:
-        """Fields of the carry that never feed back; ``accumulate`` takes them a step on."""
-        return ()
-
-    @property
-    def diagonal(self) -> bool:
-        """Whether the units that feed back do not interact, so that their Jacobian is diagonal.
-
-        A cell that returns True promises that entry j of a field of the next carry depends, of
-        all entries, on entry j of that field alone; accumulated fields aside, of which it
-        promises that ``bounded(bounded(a) + b)`` is ``bounded(a + b)``, as for a period, and
-        that ``accumulate`` is ``bounded`` of the increment, with the value added or without.
-        """
-        return False
-
-    @property
-    def separate(self) -> tuple[str, ...]:
-        """Slots whose recurrent product ``update`` wants apart from the input's projection."""
-        return ()
-
     @nn.nowrap
-    def init_params(self, key: jax.Array, in_features: int) -> dict[str, Any]:
-        """Fresh parameters for inputs ``[..., in_features]``, a dict."""
+    def init_params(self, key: jax.Array, in_features: Any) -> dict[str, Any]:
+        """Fresh parameters, a dict, for inputs of this width (a tree of widths for a tree)."""
         raise TypeError(f"{type(self).__name__} must define init_params(key, in_features).")
 
     @nn.nowrap
@@ -81,34 +92,25 @@ class Cell(nn.RNNCellBase):
         raise TypeError(f"{type(self).__name__} must define initial(batch_shape).")
 
     @nn.nowrap
-    def project(self, params: Params, x: jax.Array) -> Any:
+    def step(self, params: Params, carry: Carry, z_t: Any) -> Carry:
+        """One step: the next carry. Default: made of what the cell declares."""
+        sums = self.sums
+        if sums is None and self.products is None:
+            raise TypeError(f"{type(self).__name__} must define step(params, carry, z_t).")
+        if sums is None:
+            return _update(self, params, carry, z_t)
+        new = feed_back(self, params, carry, z_t)
+        return sums.add(new, sums.increment(params, carry, z_t))
+
+    @nn.nowrap
+    def project(self, params: Params, x: Any) -> Any:
         """Everything that needs only the input: x ``[..., D]`` -> z, any leading dims."""
         del params
         return x
 
     @nn.nowrap
-    def gates(self, params: Params, carry_tm1: Carry, z: Any) -> dict[str, jax.Array]:
-        """The gate activations of a step by name, for analysis; pointwise in time."""
-        del params, carry_tm1, z
-        return {}
-
-    @nn.nowrap
-    def step(self, params: Params, carry: Carry, z_t: Any) -> Carry:
-        """One step: the next carry."""
-        if not self.accumulated:
-            raise TypeError(f"{type(self).__name__} must define step(params, carry, z_t).")
-        new = self.recur(params, carry, z_t)
-        added = self.increment(params, carry, z_t)
-        return new._replace(
-            **{
-                name: self.accumulate(name, getattr(carry, name), added[name])
-                for name in self.accumulated
-            }
-        )
-
-    @nn.nowrap
-    def emit(self, params: Params, carry: Carry, z: Any) -> jax.Array:
-        """The output y, pointwise in time, from the carry that was kept.
+    def emit(self, params: Params, carry: Carry, z: Any) -> Any:
+        """The output y, an array or a tree, pointwise in time, from the carry that was kept.
 
         Default: the field h, or the only field.
         """
@@ -124,27 +126,29 @@ class Cell(nn.RNNCellBase):
         return leaves[0]
 
     @nn.nowrap
-    def recur(self, params: Params, carry: Carry, z_t: Any) -> Carry:
-        """The fields that feed back, one step on; accumulated fields stay as they are."""
-        raise TypeError(f"{type(self).__name__} names accumulated fields and must define recur.")
+    def gates(self, params: Params, carry_tm1: Carry, z: Any) -> dict[str, jax.Array]:
+        """The gate activations of a step by name, for analysis; pointwise in time."""
+        del params, carry_tm1, z
+        return {}
 
-    @nn.nowrap
-    def increment(self, params: Params, carry_tm1: Carry, z: Any) -> dict[str, jax.Array]:
-        """What ``accumulate`` adds to each accumulated field; reads no accumulated field."""
-        raise TypeError(
-            f"{type(self).__name__} names accumulated fields and must define increment."
-        )
+    @property
+    def products(self) -> Products | None:
+        """The step's recurrent products and the update made of them, or None."""
+        return None
 
-    @nn.nowrap
-    def accumulate(self, name: str, value: jax.Array, added: jax.Array) -> jax.Array:
-        """An accumulated field one step on: ``bounded(name, value + added)`` by default."""
-        return self.bounded(name, value + added)
+    @property
+    def sums(self) -> Sums | None:
+        """Fields that never feed back, and what is added to them, or None."""
+        return None
 
-    @nn.nowrap
-    def bounded(self, name: str, total: jax.Array) -> jax.Array:
-        """An accumulated field brought back into its range; the identity by default."""
-        del name
-        return total
+    @property
+    def diagonal(self) -> bool:
+        """Whether the units that feed back do not interact, so that their Jacobian is diagonal.
+
+        A cell that returns True promises that entry j of a field of the next carry depends, of
+        all entries, on entry j of that field alone; summed fields aside.
+        """
+        return False
 
     @nn.nowrap
     def _around(self, carry_fns: Sequence[CarryFn], noise: Sequence[Noise]) -> mixing.Around:
@@ -154,35 +158,11 @@ class Cell(nn.RNNCellBase):
         """
         return mixing.bounds_last(self, carry_fns, noise)
 
-    # What the fused backend needs: the recurrent products by name, so that their inputs and
-    # cotangents can be collected and the weights' gradients formed outside the loop.
-
-    @nn.nowrap
-    def recurrent_weights(self, params: Params) -> Params | None:
-        """The parameters of the recurrent products, or None if the cell has none to offer."""
-        del params
-        return None
-
-    @nn.nowrap
-    def product(self, weights: Params, slot: str, x: jax.Array, dtype: Any) -> jax.Array:
-        """The recurrent product of one slot, without the input's projection."""
-        raise TypeError(f"{type(self).__name__} offers no recurrent products.")
-
-    @nn.nowrap
-    def update(self, carry: Carry, z_t: Slots, product: Product) -> Carry:
-        """``step`` (``recur`` where fields accumulate) from pre-activations by name."""
-        raise TypeError(f"{type(self).__name__} offers no recurrent products.")
-
-    @nn.nowrap
-    def loop_input(self, z: Any) -> Slots:
-        """The part of z that ``update`` uses: ``{slot: array}``."""
-        return z
-
     # Flax.
 
     @nn.compact
-    def weights(self, in_features: int) -> dict[str, Any]:
-        """This module's parameters, created on first use.
+    def weights(self, in_features: Any) -> dict[str, Any]:
+        """This module's parameters, created on first use; ``in_features`` as in ``init_params``.
 
         Each top-level entry is drawn with its own key, folded by Flax.
         """
@@ -201,10 +181,10 @@ class Cell(nn.RNNCellBase):
             checks.params(self, self.variables.get("params", {}), in_features)
         return {name: self.param(name, entry, name) for name in shapes}
 
-    def __call__(self, carry: Carry, inputs: jax.Array) -> tuple[Carry, jax.Array]:
+    def __call__(self, carry: Carry, inputs: Any) -> tuple[Carry, Any]:
         """(carry, x) -> (carry, y) for one step."""
         checks.call(self, carry, inputs)
-        params = self.weights(jnp.shape(inputs)[-1])
+        params = self.weights(in_features(inputs))
         z = self.project(params, inputs)
         carry = self.step(params, carry, z)
         return carry, self.emit(params, carry, z)
@@ -226,6 +206,32 @@ class Cell(nn.RNNCellBase):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pickling.reduced(self)
+
+
+def feed_back(cell: Cell, params: Params, carry: Carry, z_t: Any) -> Carry:
+    """The fields that feed back, one step on; summed fields stay as they are."""
+    sums = cell.sums
+    if sums is None:
+        return cell.step(params, carry, z_t)
+    if sums.recur is not None:
+        return sums.recur(params, carry, z_t)
+    if cell.products is None:
+        raise TypeError(f"The sums of {type(cell).__name__} must define recur(params, carry, z_t).")
+    return _update(cell, params, carry, z_t)
+
+
+def _update(cell: Cell, params: Params, carry: Carry, z_t: Any) -> Carry:
+    """The declared update, from the declared products."""
+    products = cell.products
+    assert products is not None
+    inputs = products.inputs(z_t)
+    product = functools.partial(product_of, recurrent_weights(products, params))
+    return products.update(carry, inputs, pre_activations(product, inputs))
+
+
+def summed_fields(cell: Cell) -> tuple[str, ...]:
+    """The fields of the carry that never feed back."""
+    return () if cell.sums is None else cell.sums.fields
 
 
 # ---------------------------------------------------------------------------------------
@@ -281,62 +287,22 @@ def linear_project(
     return z
 
 
-def state_dtype(dtype: Any) -> Any:
-    """The dtype of carries beside parameters or products of ``dtype``: float32 at least."""
-    return jnp.dtype(dtype) if jnp.dtype(dtype).itemsize > 4 else jnp.dtype(jnp.float32)
-
-
-def dense_product(
-    weights: Params, slot: str, x: jax.Array, dtype: Any, separate: Sequence[str]
-) -> jax.Array:
-    """U x, plus the slot's recurrent bias where it is kept apart; float32 at least."""
-    out = matrix_product(x, weights["recurrent_kernel"][slot], dtype)
-    return with_recurrent_bias(weights, slot, out, separate)
-
-
-def matrix_product(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
-    """x times a kernel in ``dtype``, summed in float32 at least."""
-    return jnp.matmul(
-        x.astype(dtype), kernel.astype(dtype), preferred_element_type=state_dtype(dtype)
-    )
-
-
-def with_recurrent_bias(
-    weights: Params, slot: str, out: jax.Array, separate: Sequence[str]
-) -> jax.Array:
-    """A recurrent product with the slot's recurrent bias, where that is kept apart."""
-    if slot in separate and slot in weights.get("recurrent_bias", {}):
-        out = out + lead(weights["recurrent_bias"][slot].astype(out.dtype), out)
-    return out
-
-
-def pre_activations(
-    product: Callable[[str, jax.Array, Any], jax.Array],
-    z_t: Slots,
-    separate: Sequence[str] = (),
-) -> Product:
-    """Joins recurrent products and projections: (slot, x) -> z_t[slot] + product(slot, x)."""
-    dtype = next(iter(z_t.values())).dtype
-
-    def joined(slot: str, x: jax.Array) -> jax.Array:
-        out = product(slot, x, dtype)
-        if slot in z_t and slot not in separate:
-            out = out + z_t[slot].astype(out.dtype)
-        return out
-
-    return joined
-
-
 def dense(params: Params, z_t: Slots, separate: Sequence[str] = ()) -> Product:
+    """(slot, x) -> U x + z_t[slot]; for separate slots U x and their recurrent bias."""
     checks.kernels(params, "recurrent_kernel")
     checks.projections(z_t)
-    return pre_activations(
-        lambda slot, x, dtype: dense_product(params, slot, x, dtype, separate), z_t, separate
-    )
+    biases = params.get("recurrent_bias", {})
+    own = {slot: biases[slot] for slot in separate if slot in biases}
+    weights = Weights(params["recurrent_kernel"], {}, own)
+    return pre_activations(functools.partial(product_of, weights), z_t, separate)
 
 
 class SlotCell(Cell):
     """Base of cells whose pre-activations are linear in x and in a hidden vector, by slot.
+
+    A subclass defines ``initial``, ``slots`` and ``update(carry, inputs, product)``, and where it
+    must ``input_slots`` and ``separate``; ``init_params``, ``project``, ``step``, ``emit`` (h) and
+    ``products`` are made of them.
 
     Parameters: ``{"kernel": {slot: [D, width]}, "recurrent_kernel": {slot: [F, width]},
     "bias": {slot: [width]}}``, plus ``"recurrent_bias"`` with ``bias_vectors=2`` and
@@ -373,6 +339,16 @@ class SlotCell(Cell):
     def input_slots(self) -> dict[str, int]:
         """The slots that read the input."""
         return self.slots
+
+    @property
+    def separate(self) -> tuple[str, ...]:
+        """Slots whose input ``update`` reads by itself, as ``inputs[slot + "_input"]``."""
+        return ()
+
+    @nn.nowrap
+    def update(self, carry: Carry, inputs: Slots, product: Product) -> Carry:
+        """The next carry from pre-activations by slot; see ``Products``."""
+        raise TypeError(f"{type(self).__name__} must define update(carry, inputs, product).")
 
     @property
     def _gate(self) -> Gate | None:
@@ -422,19 +398,29 @@ class SlotCell(Cell):
 
     @nn.nowrap
     def step(self, params: Params, carry: Carry, z_t: Slots) -> Carry:
+        checks.kernels(params, "recurrent_kernel")
         checks.step(self, carry, z_t)
         checks.one_time(carry, z_t)
-        return self.update(carry, z_t, dense(params, z_t, self.separate))
+        return super().step(params, carry, z_t)
 
     @nn.nowrap
-    def emit(self, params: Params, carry: Carry, z: Slots) -> jax.Array:
+    def emit(self, params: Params, carry: Carry, z: Slots) -> Any:
         del params
         return carry.h.astype(next(iter(z.values())).dtype)
 
-    @nn.nowrap
-    def recurrent_weights(self, params: Params) -> Params:
-        return {k: params[k] for k in ("recurrent_kernel", "recurrent_bias") if k in params}
+    @property
+    def products(self) -> Products:
+        return Products(_kernels, self.update, self._inputs, self._biases)
 
     @nn.nowrap
-    def product(self, weights: Params, slot: str, x: jax.Array, dtype: Any) -> jax.Array:
-        return dense_product(weights, slot, x, dtype, self.separate)
+    def _inputs(self, z: Slots) -> dict[str, jax.Array]:
+        return {f"{s}_input" if s in self.separate else s: value for s, value in z.items()}
+
+    @nn.nowrap
+    def _biases(self, params: Params) -> dict[str, jax.Array]:
+        biases = params.get("recurrent_bias", {})
+        return {slot: biases[slot] for slot in self.separate if slot in biases}
+
+
+def _kernels(params: Params) -> Slots:
+    return params["recurrent_kernel"]

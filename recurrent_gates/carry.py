@@ -68,6 +68,10 @@ def _fields(carry: Carry) -> str:
 class CarryFn:
     """Base of carry functions; a subclass overrides ``draw``, ``before`` or ``after``.
 
+    What faster backends may rely on it says itself: ``elementwise``, ``changes_values``,
+    ``chooses`` and ``detached``. What they say here holds of any function; nor does a subclass
+    of ``Detach``, ``Damp`` or ``Zoneout`` inherit their promises, since it may break them.
+
     Attributes:
       p: a probability, a scalar array leaf; it gets no gradient.
       field: which field of the carry it acts on; see ``get_field``.
@@ -91,6 +95,32 @@ class CarryFn:
     def draws(self) -> bool:
         """Whether the function is random, and so needs a key or noise."""
         return False
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether unit j of its field comes from unit j alone, the same way for all units.
+
+        It promises as well that other fields are neither read nor changed.
+        """
+        return False
+
+    @property
+    def changes_values(self) -> bool:
+        """Whether it changes values; False for what acts on gradients alone."""
+        return True
+
+    @property
+    def chooses(self) -> bool:
+        """Whether ``after``, where there is noise, takes each unit from the old or the new carry.
+
+        It promises as well that a bool mask of the units that stay old may be its noise.
+        """
+        return False
+
+    def detached(self, noise_t: Noise) -> jax.Array | None:
+        """Bool, where the step's gradient through its field is zero; None if it does not say."""
+        del noise_t
+        return None
 
     def draw(self, key: jax.Array, steps: int, batch_shape: Sequence[int]) -> Noise:
         """The noise of all steps, leading axis ``steps``, or None."""
@@ -160,6 +190,17 @@ class Detach(CarryFn):
     def draws(self) -> bool:
         return True
 
+    @property
+    def elementwise(self) -> bool:
+        return type(self) is Detach
+
+    @property
+    def changes_values(self) -> bool:
+        return type(self) is not Detach
+
+    def detached(self, noise_t: jax.Array | None) -> jax.Array | None:
+        return noise_t.astype(bool) if type(self) is Detach and noise_t is not None else None
+
     def draw(self, key: jax.Array, steps: int, batch_shape: Sequence[int]) -> jax.Array:
         """Bool ``[T]``, or ``[T, *batch]`` per example; True detaches."""
         shape = (steps, *batch_shape) if self.per_example else (steps,)
@@ -181,6 +222,14 @@ class Damp(CarryFn):
       p: the probability of detaching whose expectation this is.
       field: the damped field.
     """
+
+    @property
+    def elementwise(self) -> bool:
+        return type(self) is Damp
+
+    @property
+    def changes_values(self) -> bool:
+        return type(self) is not Damp
 
     def before(self, noise_t: Noise, carry: Carry) -> Carry:
         del noise_t
@@ -204,6 +253,14 @@ class Zoneout(CarryFn):
     @property
     def draws(self) -> bool:
         return True
+
+    @property
+    def elementwise(self) -> bool:
+        return type(self) is Zoneout
+
+    @property
+    def chooses(self) -> bool:
+        return type(self) is Zoneout
 
     def draw(self, key: jax.Array, steps: int, batch_shape: Sequence[int]) -> jax.Array:
         """A PRNG key per step and example, ``[T, *batch]``; ``after`` draws the units' masks.

@@ -23,13 +23,11 @@ from recurrent_gates import checks, mixing
 from recurrent_gates.base import (
     Activation,
     Cell,
-    Params,
-    Product,
     SlotCell,
-    Slots,
     dense,
 )
 from recurrent_gates.carry import CarryFn, Noise, Zoneout
+from recurrent_gates.declared import Params, Product, Slots
 from recurrent_gates.gates import GATES, Gate
 from recurrent_gates.gato import GATO, GatedDecay, GATOMap, OneLayer, TwoLayer
 
@@ -110,7 +108,7 @@ class Elman(SlotCell):
         return {"h": self.features}
 
     @nn.nowrap
-    def update(self, carry: HiddenState, z_t: Slots, product: Product) -> HiddenState:
+    def update(self, carry: HiddenState, inputs: Slots, product: Product) -> HiddenState:
         return _elman_update(carry, product, self.activation)
 
 
@@ -137,7 +135,7 @@ class Exploding(SlotCell):
         return {"z": jnp.tanh(dense(params, z)("z", carry_tm1.h))}
 
     @nn.nowrap
-    def update(self, carry: HiddenState, z_t: Slots, product: Product) -> HiddenState:
+    def update(self, carry: HiddenState, inputs: Slots, product: Product) -> HiddenState:
         h = carry.h
         z = jnp.tanh(product("z", h))
         return HiddenState(z * h + (1 - z) * jnp.tanh(product("u", h)))  # GATO eq. (2)
@@ -263,7 +261,7 @@ class LSTM(SlotCell):
         return _lstm_gates(carry.h, product, self.gate, self.activation, self.forget_gate)
 
     @nn.nowrap
-    def update(self, carry: LSTMState, z_t: Slots, product: Product) -> LSTMState:
+    def update(self, carry: LSTMState, inputs: Slots, product: Product) -> LSTMState:
         return _lstm_update(carry, self._gates(carry, product), self.output_activation)
 
 
@@ -276,18 +274,20 @@ _GRU_GATE = Gate(forget_bias=0.0, tied=True)
 
 def _gru_gates(
     h: jax.Array,
-    z_t: Slots,
+    z_u: jax.Array | None,
     product: Product,
     gate: Gate,
     reset: str | bool,
     activation: Activation,
 ) -> dict[str, jax.Array]:
+    """The gates and the candidate u; z_u, its part of the input, with a reset after the product."""
     f, i = gate.activate({slot: product(slot, h) for slot in gate.slots(h.shape[-1])})
     gates = {"f": f, "i": i}
     if reset == "after":
+        assert z_u is not None
         r = gates["reset"] = jax.nn.sigmoid(product("reset", h))
         own = product("u", h)
-        u = activation(z_t["u"].astype(own.dtype) + r * own)  # torch: W x + b + r * (U h + b')
+        u = activation(z_u.astype(own.dtype) + r * own)  # torch: W x + b + r * (U h + b')
     elif reset == "before":
         r = gates["reset"] = jax.nn.sigmoid(product("reset", h))
         u = activation(product("u", r * h))  # GATO App. E: W x + U (r * h)
@@ -325,7 +325,7 @@ def gru_step(
       print the gate of the new content, 1 - f.
     """
     product = dense(params, z_t, _gru_separate(reset))
-    gates = _gru_gates(carry.h, z_t, product, gate.tie(), reset, activation)
+    gates = _gru_gates(carry.h, z_t["u"], product, gate.tie(), reset, activation)
     return HiddenState(gates["f"] * carry.h + gates["i"] * gates["u"])
 
 
@@ -381,15 +381,17 @@ class GRU(SlotCell):
 
     @nn.nowrap
     def gates(self, params: Params, carry_tm1: HiddenState, z: Slots) -> dict[str, jax.Array]:
-        return self._gates(carry_tm1, z, dense(params, z, self.separate))
+        return self._gates(carry_tm1, z["u"], dense(params, z, self.separate))
 
     @nn.nowrap
-    def _gates(self, carry: HiddenState, z_t: Slots, product: Product) -> dict[str, jax.Array]:
-        return _gru_gates(carry.h, z_t, product, self._gate, self.reset, self.activation)
+    def _gates(
+        self, carry: HiddenState, z_u: jax.Array | None, product: Product
+    ) -> dict[str, jax.Array]:
+        return _gru_gates(carry.h, z_u, product, self._gate, self.reset, self.activation)
 
     @nn.nowrap
-    def update(self, carry: HiddenState, z_t: Slots, product: Product) -> HiddenState:
-        gates = self._gates(carry, z_t, product)
+    def update(self, carry: HiddenState, inputs: Slots, product: Product) -> HiddenState:
+        gates = self._gates(carry, inputs.get("u_input"), product)
         return HiddenState(gates["f"] * carry.h + gates["i"] * gates["u"])  # GATO App. E
 
 

@@ -215,6 +215,11 @@ def _name(cell: Any) -> str:
     return type(cell).__name__ if features is None else f"{type(cell).__name__}({features})"
 
 
+def ours(cell: Any) -> bool:
+    """Whether a cell has parameters as this library's cells do, and so reads one array."""
+    return getattr(type(cell).init_params, "__module__", "").startswith("recurrent_gates.")
+
+
 def params(cell: Any, given: Any, width: int | None) -> None:
     """Parameters that fit the cell and inputs ``[..., width]``.
 
@@ -226,8 +231,7 @@ def params(cell: Any, given: Any, width: int | None) -> None:
             f"params must be the dict that {type(cell).__name__}.init_params(key, D) gives, got "
             f"{described(given)}."
         )
-    ours = getattr(type(cell).init_params, "__module__", "").startswith("recurrent_gates.")
-    if not ours or width is None or not width:
+    if not ours(cell) or width is None or not width:
         return
     _params("", _expected(cell, width), given, cell, width)
 

@@ -29,7 +29,7 @@ from recurrent_gates.analysis import (
     state_jacobians,
     step_jacobians,
 )
-from recurrent_gates.base import Carry, Cell, Params, SlotCell
+from recurrent_gates.base import Carry, Cell, Params, SlotCell, summed_fields
 from recurrent_gates.carry import get_field, set_field
 from recurrent_gates.cells import GRU, LSTM, Elman, Exploding, FlaxCell
 from recurrent_gates.gato import GATO
@@ -108,8 +108,8 @@ def reading(
 
     GATO: s, its gamma (r is left out, as in GATO's 4.2), r. LSTM: c, its output activation
     (the output gate is left out), h. Other cells with recurrent products: h, the identity, h.
-    A cell of your own: the first accumulated field, or c, or h, or the first field; then the
-    map from it to y as ``Reading.gamma`` says; and all fields but accumulated ones feed back.
+    A cell of your own: the first summed field, or c, or h, or the first field; then the
+    map from it to y as ``Reading.gamma`` says; and all fields but summed ones feed back.
 
     Args:
       cell: an unbound cell.
@@ -135,9 +135,9 @@ def reading(
     elif isinstance(cell, SlotCell) and names == ("h",):
         field, known, back = "h", identity, ("h",)
     else:
-        order = (*cell.accumulated, "c", "h", *names)
+        order = (*summed_fields(cell), "c", "h", *names)
         field = next(name for name in order if name in names)
-        back = tuple(name for name in names if name not in cell.accumulated)
+        back = tuple(name for name in names if name not in summed_fields(cell))
         if isinstance(cell, FlaxCell):
             back = back[:-1]  # y, which only goes out
     if remembered not in (INFER, field):

@@ -7,8 +7,9 @@ two functions of the model are values of their own: f makes r_{t+1}, g is added 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,14 +18,16 @@ from flax import linen as nn
 from jax import export
 
 from recurrent_gates import checks, pointwise
-from recurrent_gates.base import (
-    Activation,
-    Cell,
+from recurrent_gates.base import Activation, Cell, linear_project
+from recurrent_gates.declared import (
     Params,
     Product,
+    Products,
     Slots,
-    linear_project,
+    Sums,
+    Weights,
     pre_activations,
+    product_of,
     state_dtype,
 )
 from recurrent_gates.initializers import Initializer, symmetric_uniform
@@ -116,21 +119,12 @@ class SlotMap(GATOMap):
     def __call__(self, params: Params, r: jax.Array, z: Slots) -> jax.Array:
         checks.kernels(params, "recurrent_kernel")
         checks.projections(z)
-        return self.combine(
-            params,
-            r,
-            pre_activations(lambda slot, x, dtype: _diagonal_product(params, slot, x), z),
-        )
+        return self.combine(params, r, pre_activations(_unit_products(params), z))
 
 
-def _diagonal_product(weights: Params, slot: str, r: jax.Array) -> jax.Array:
-    """a * r with r repeated to the slot's width."""
-    a = weights["recurrent_kernel"][slot].astype(r.dtype)
-    repeats = a.shape[-1] // r.shape[-1]
-    if repeats > 1:
-        wide = jnp.broadcast_to(r[..., None, :], (*r.shape[:-1], repeats, r.shape[-1]))
-        r = wide.reshape(*r.shape[:-1], a.shape[-1])
-    return lead(a, r) * r
+def _unit_products(params: Params) -> Callable[[str, jax.Array, Any], jax.Array]:
+    """(slot, r, dtype) -> a * r; r and s are never less than float32, whatever the dtype."""
+    return functools.partial(product_of, Weights({}, params["recurrent_kernel"], {}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,8 +304,15 @@ class GATO(Cell):
         return self.wrap
 
     @property
-    def accumulated(self) -> tuple[str, ...]:
-        return ("s",)
+    def products(self) -> Products | None:
+        if not isinstance(self.f, SlotMap):
+            return None
+        return Products(_weights_on_r, self._update, inputs=_inputs_of_f)
+
+    @property
+    def sums(self) -> Sums:
+        rule = "add" if self.s_update == "accumulate" else self.s_update
+        return Sums(("s",), self._increment, self._recur, rule, self._bound)
 
     @property
     def diagonal(self) -> bool:
@@ -346,34 +347,35 @@ class GATO(Cell):
         }
 
     @nn.nowrap
-    def recur(self, params: Params, carry: GATOState, z_t: Any) -> GATOState:
+    def step(self, params: Params, carry: GATOState, z_t: Any) -> GATOState:
         checks.step(self, carry, z_t)
+        return super().step(params, carry, z_t)
+
+    @nn.nowrap
+    def _update(self, carry: GATOState, inputs: Slots, product: Product) -> GATOState:
+        assert isinstance(self.f, SlotMap)
+        return carry._replace(r=self.f.combine({}, carry.r, product))
+
+    @nn.nowrap
+    def _recur(self, params: Params, carry: GATOState, z_t: Any) -> GATOState:
         return carry._replace(r=self.f(params.get("f", {}), carry.r, z_t["f"]))
 
     @nn.nowrap
-    def increment(self, params: Params, carry_tm1: GATOState, z: Any) -> dict[str, jax.Array]:
+    def _increment(self, params: Params, carry_tm1: GATOState, z: Any) -> dict[str, jax.Array]:
         if self.s_update == "zero":
             return {"s": jnp.zeros_like(carry_tm1.r)}
         return {"s": self.g(params.get("g", {}), carry_tm1.r, z["g"])}
 
     @nn.nowrap
-    def accumulate(self, name: str, value: jax.Array, added: jax.Array) -> jax.Array:
-        if self.s_update == "zero":
-            return jnp.zeros_like(value)
-        return self.bounded(name, value + added if self.s_update == "accumulate" else added)
-
-    @nn.nowrap
-    def bounded(self, name: str, total: jax.Array) -> jax.Array:
-        del name
+    def _bound(self, field: str, total: jax.Array) -> jax.Array:
+        del field
         return pointwise.wrap(total, self.period)
 
     @nn.nowrap
     def gates(self, params: Params, carry_tm1: GATOState, z: Any) -> dict[str, jax.Array]:
         if not isinstance(self.f, GatedDecay):
             return {}
-        product = pre_activations(
-            lambda slot, x, dtype: _diagonal_product(params["f"], slot, x), z["f"]
-        )
+        product = pre_activations(_unit_products(params["f"]), z["f"])
         return {"f": self.f.rate * jax.nn.sigmoid(product("gate", carry_tm1.r))}
 
     @nn.nowrap
@@ -387,22 +389,10 @@ class GATO(Cell):
             y = jnp.concatenate([y, carry.r], axis=-1)
         return y.astype(dtype)
 
-    @nn.nowrap
-    def recurrent_weights(self, params: Params) -> Params | None:
-        if not isinstance(self.f, SlotMap):
-            return None
-        return {"recurrent_kernel": params["f"]["recurrent_kernel"]}
 
-    @nn.nowrap
-    def product(self, weights: Params, slot: str, x: jax.Array, dtype: Any) -> jax.Array:
-        del dtype  # r and s are never less than float32
-        return _diagonal_product(weights, slot, x)
+def _weights_on_r(params: Params) -> Slots:
+    return params["f"]["recurrent_kernel"]
 
-    @nn.nowrap
-    def update(self, carry: GATOState, z_t: Slots, product: Product) -> GATOState:
-        assert isinstance(self.f, SlotMap)
-        return carry._replace(r=self.f.combine({}, carry.r, product))
 
-    @nn.nowrap
-    def loop_input(self, z: Any) -> Slots:
-        return z["f"]
+def _inputs_of_f(z: Any) -> Slots:
+    return z["f"]

@@ -12,7 +12,8 @@ from flax import linen as nn
 from recurrent_gates import checks, pickling
 from recurrent_gates.base import Carry, Cell
 from recurrent_gates.carry import CarryFn, Noise, draw_noise
-from recurrent_gates.scan import Backend, unroll
+from recurrent_gates.scan import Backend, batch_shape, unroll
+from recurrent_gates.shapes import expand, in_features, leading_axes
 
 
 class RNN(nn.Module):
@@ -78,9 +79,10 @@ class RNN(nn.Module):
 
     def __call__(
         self,
-        inputs: jax.Array,
+        inputs: Any,
         *,
         initial_carry: Carry | None = None,
+        reset_carry: Carry | None = None,
         init_key: jax.Array | None = None,
         seq_lengths: jax.Array | None = None,
         return_carry: bool | None = None,
@@ -96,13 +98,14 @@ class RNN(nn.Module):
         """Applies the cell over time; arguments named like attributes override them.
 
         Args:
-          inputs: ``[*batch, T, D]``, or ``[T, *batch, D]`` if time-major.
-          initial_carry: the carry before the first step; default zeros.
+          inputs: ``[*batch, T, D]``, or ``[T, *batch, D]`` if time-major; or a tree of them.
+          initial_carry: the carry before the first step; default ``cell.initial``.
+          reset_carry: the carry that a reset takes; default ``cell.initial``.
           init_key: as in ``nn.RNN``; cells here start without drawing, so it is not used.
           seq_lengths: int ``[*batch]``.
           return_carry, time_major, reverse, keep_order, carry_fns: see the attributes.
           valid: bool mask laid out as the inputs without features; excludes ``seq_lengths``.
-          resets: bool mask laid out likewise: those steps start from the fresh carry.
+          resets: bool mask laid out likewise: those steps start from ``reset_carry``.
           noise: draws of the carry functions, leading axis T, instead of the ``"carry"`` rng.
           deterministic: draw nothing; zoneout takes its mean.
 
@@ -118,26 +121,24 @@ class RNN(nn.Module):
         )
         deterministic = checks.flag("deterministic", deterministic)
         carry_fns = checks.carry_fns(self.carry_fns if carry_fns is None else carry_fns, CarryFn)
-        inputs = _sequence(inputs)
+        inputs = _sequence(self.cell, inputs)
+        steps, batch = _sequence_shape(self.cell, inputs, initial_carry, time_major)
         if seq_lengths is not None:
             seq_lengths = jnp.asarray(seq_lengths)
-        valid = checks.laid_out("valid", valid, inputs.shape[:-1])
-        resets = checks.laid_out("resets", resets, inputs.shape[:-1])
-        params = self.cell.weights(inputs.shape[-1])
+        valid, resets = _laid_out(valid, resets, steps, batch, time_major)
+        params = self.cell.weights(in_features(inputs))
         if not time_major:
-            time = inputs.ndim - 2
-            inputs = jnp.moveaxis(inputs, time, 0)
-            valid = None if valid is None else jnp.moveaxis(valid, time, 0)
-            resets = None if resets is None else jnp.moveaxis(resets, time, 0)
+            inputs, valid, resets = jax.tree.map(
+                lambda x: jnp.moveaxis(x, len(batch), 0), (inputs, valid, resets)
+            )
         if noise is None and not deterministic:
-            drawn = any(fn.draws for fn in carry_fns) and self.has_rng("carry")
-            key = self.make_rng("carry") if drawn else None
-            noise = draw_noise(carry_fns, key, inputs.shape[0], inputs.shape[1:-1])
+            noise = draw_noise(carry_fns, _carry_key(self, carry_fns), steps, batch)
         carry, ys = unroll(
             self.cell.copy(parent=None, name=None),
             params,
             inputs,
             initial_carry,
+            reset_carry=reset_carry,
             lengths=seq_lengths,
             valid=valid,
             resets=resets,
@@ -149,10 +150,9 @@ class RNN(nn.Module):
             remat=self.remat,
             backend=self.backend,
         )
-        if reverse and not keep_order:
-            ys = _flip(ys, seq_lengths)
+        ys = _flip(ys, seq_lengths) if reverse and not keep_order else ys
         if not time_major:
-            ys = jnp.moveaxis(ys, 0, -2)
+            ys = jax.tree.map(lambda y: jnp.moveaxis(y, 0, len(batch)), ys)
         return (carry, ys) if return_carry else ys
 
 
@@ -165,22 +165,52 @@ def _flags(layer: RNN | Stack, *given: bool | None) -> tuple[bool, ...]:
     )
 
 
-def _sequence(inputs: Any) -> jax.Array:
-    checks.one_array(inputs)
-    inputs = jnp.asarray(inputs)
-    if inputs.ndim < 2:
-        raise ValueError(f"Inputs must have time and feature axes, got {inputs.shape}.")
-    return inputs
+def _sequence(cell: Cell, inputs: Any) -> Any:
+    """A tree of arrays; one array for a cell of ours, of numbers in lists too."""
+    if checks.ours(cell):
+        checks.one_array(inputs)
+        return jnp.asarray(inputs)
+    return jax.tree.map(jnp.asarray, inputs)
 
 
-def _flip(ys: jax.Array, lengths: jax.Array | None) -> jax.Array:
-    """ys in reverse order of time, padding left at the end."""
+def _laid_out(
+    valid: Any, resets: Any, steps: int, batch: tuple[int, ...], time_major: bool
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """The masks of a call, laid out as its inputs."""
+    shape = (steps, *batch) if time_major else (*batch, steps)
+    return checks.laid_out("valid", valid, shape), checks.laid_out("resets", resets, shape)
+
+
+def _carry_key(layer: nn.Module, carry_fns: Sequence[CarryFn]) -> jax.Array | None:
+    """A key from the rng collection "carry", if there is one and a function draws."""
+    drawn = any(fn.draws for fn in carry_fns) and layer.has_rng("carry")
+    return layer.make_rng("carry") if drawn else None
+
+
+def _sequence_shape(
+    cell: Cell, inputs: Any, carry: Carry | None, time_major: bool
+) -> tuple[int, tuple[int, ...]]:
+    """(T, batch shape) of inputs as a layer takes them."""
+    leaves = jax.tree.leaves(inputs)
+    axes = leading_axes(inputs) if leaves else ()
+    batch = None if carry is None else batch_shape(cell, carry)
+    count = len(axes) - 1 if batch is None else len(batch)
+    if not 0 <= count < len(axes):
+        shapes = [leaf.shape for leaf in leaves]
+        raise ValueError(f"Inputs must have time and feature axes, got shapes {shapes}.")
+    time = 0 if time_major else count
+    return axes[time], (*axes[:time], *axes[time + 1 : count + 1])
+
+
+def _flip(ys: Any, lengths: jax.Array | None, axis: int = 0) -> Any:
+    """ys in reverse order of time, which is an axis of theirs, padding left at the end."""
     if lengths is None:
-        return jnp.flip(ys, axis=0)
-    steps = ys.shape[0]
+        return jax.tree.map(lambda y: jnp.flip(y, axis), ys)
+    steps = jax.tree.leaves(ys)[0].shape[axis]
     time = jnp.arange(steps, dtype=lengths.dtype).reshape(steps, *(1,) * lengths.ndim)
     index = (lengths[None] - 1 - time) % steps  # [T, *batch]
-    return jnp.take_along_axis(ys, index[..., None], axis=0)
+    index = jnp.moveaxis(index, 0, axis)
+    return jax.tree.map(lambda y: jnp.take_along_axis(y, expand(index, y), axis), ys)
 
 
 class Stack(nn.Module):
@@ -238,9 +268,10 @@ class Stack(nn.Module):
 
     def __call__(
         self,
-        inputs: jax.Array,
+        inputs: Any,
         *,
         initial_carry: Sequence[Carry] | None = None,
+        reset_carry: Sequence[Carry] | None = None,
         init_key: jax.Array | None = None,
         seq_lengths: jax.Array | None = None,
         return_carry: bool | None = None,
@@ -251,10 +282,10 @@ class Stack(nn.Module):
         resets: jax.Array | None = None,
         carry_fns: Sequence[Any] | None = None,
         noise: Sequence[Sequence[Noise]] | None = None,
-        masks: Sequence[jax.Array] | None = None,
+        masks: Sequence[Any] | None = None,
         deterministic: bool = False,
     ) -> Any:
-        """Applies the layers; arguments as in ``RNN``, carry and noise one entry per layer.
+        """Applies the layers; arguments as in ``RNN``, carries and noise one entry per layer.
 
         Args:
           masks: factors on the outputs of every layer but the last, each laid out as these,
@@ -268,31 +299,23 @@ class Stack(nn.Module):
         if seq_lengths is not None:
             seq_lengths = jnp.asarray(seq_lengths)
         per_layer = _per_layer(self.carry_fns if carry_fns is None else carry_fns, count)
-        for name, value in (("initial_carry", initial_carry), ("noise", noise)):
-            if value is not None and (checks.is_array(value) or len(value) != count):
-                got = checks.described(value) if checks.is_array(value) else len(value)
-                raise ValueError(f"{name} needs one entry per layer: {count}, got {got}.")
-
-        if masks is not None and len(masks) != count - 1:
-            raise ValueError(
-                f"masks needs one entry per layer but the last: {count - 1}, got {len(masks)}."
-            )
-
-        y = _sequence(inputs)
+        entries = dict(initial_carry=initial_carry, reset_carry=reset_carry, noise=noise)
+        _check_entries(count, masks, **entries)
+        y = _sequence(self.cells[0], inputs)
+        first = None if initial_carry is None else initial_carry[0]
+        steps, batch = _sequence_shape(self.cells[0], y, first, time_major)
         if noise is None and not deterministic:
-            steps, batch = (
-                (y.shape[0], y.shape[1:-1]) if time_major else (y.shape[-2], y.shape[:-2])
-            )
             noise = self._draw(per_layer, steps, batch)
         carries = []
         for index, layer in enumerate(self.layers):
             if index and masks is not None:
-                y = y * masks[index - 1]
+                y = jax.tree.map(jnp.multiply, y, masks[index - 1])
             elif index:
-                y = self.drop(y, deterministic=deterministic)
+                y = jax.tree.map(lambda y: self.drop(y, deterministic=deterministic), y)
             carry, y = layer(
                 y,
                 initial_carry=None if initial_carry is None else initial_carry[index],
+                reset_carry=None if reset_carry is None else reset_carry[index],
                 init_key=init_key,
                 seq_lengths=seq_lengths,
                 return_carry=True,
@@ -307,16 +330,13 @@ class Stack(nn.Module):
             )
             carries.append(carry)
         if reverse and not keep_order:
-            y = y if time_major else jnp.moveaxis(y, -2, 0)
-            y = _flip(y, seq_lengths)
-            y = y if time_major else jnp.moveaxis(y, 0, -2)
+            y = _flip(y, seq_lengths, 0 if time_major else len(batch))
         return (tuple(carries), y) if return_carry else y
 
     def _draw(
         self, per_layer: Sequence[tuple[CarryFn, ...]], steps: int, batch: tuple[int, ...]
     ) -> list[tuple[Noise, ...]]:
-        drawn = any(fn.draws for fns in per_layer for fn in fns) and self.has_rng("carry")
-        key = self.make_rng("carry") if drawn else None
+        key = _carry_key(self, [fn for fns in per_layer for fn in fns])
 
         def own(index: int) -> jax.Array | None:
             if key is None or self.shared_noise:
@@ -324,6 +344,18 @@ class Stack(nn.Module):
             return jax.random.fold_in(key, index)
 
         return [draw_noise(fns, own(i), steps, batch) for i, fns in enumerate(per_layer)]
+
+
+def _check_entries(count: int, masks: Sequence[Any] | None, **entries: Sequence | None) -> None:
+    """One sentence if what has an entry per layer has another number of them."""
+    for name, value in entries.items():
+        if value is not None and (checks.is_array(value) or len(value) != count):
+            got = checks.described(value) if checks.is_array(value) else len(value)
+            raise ValueError(f"{name} needs one entry per layer: {count}, got {got}.")
+    if masks is not None and len(masks) != count - 1:
+        raise ValueError(
+            f"masks needs one entry per layer but the last: {count - 1}, got {len(masks)}."
+        )
 
 
 def _per_layer(carry_fns: Sequence[Any], count: int) -> list[tuple[CarryFn, ...]]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from flax import struct
 
 from recurrent_gates.carry import CarryFn, Noise, Zoneout, get_field, set_field
@@ -26,14 +25,14 @@ Around = tuple[Any, tuple[CarryFn, ...], tuple[Noise, ...]]
 
 @struct.dataclass
 class _Bounded(CarryFn):
-    """Brings an accumulated field back into its range, after what the others made of it."""
+    """Brings a summed field back into its range, after what the others made of it."""
 
     cell: Any = struct.field(pytree_node=False, default=None)
 
     def after(self, noise_t: Noise, prev: Any, new: Any) -> Any:
         del noise_t, prev
         value = get_field(new, self.field)
-        return set_field(new, self.field, self.cell.bounded(self.field, value))
+        return set_field(new, self.field, self.cell.sums.bound(self.field, value))
 
 
 @struct.dataclass
@@ -46,7 +45,7 @@ class _Copied(CarryFn):
 
 
 def bounds_last(cell: Any, carry_fns: Sequence[CarryFn], noise: Sequence[Noise]) -> Around:
-    """The same with bounds on accumulated fields applied after zoneout's means of them.
+    """The same with bounds on summed fields applied after zoneout's means of them.
 
     Args:
       cell: the cell.
@@ -58,7 +57,7 @@ def bounds_last(cell: Any, carry_fns: Sequence[CarryFn], noise: Sequence[Noise])
     """
     names = [
         name
-        for name in cell.accumulated
+        for name in (() if cell.sums is None else cell.sums.fields)
         if any(_is_mean_of(name, cell, *pair) for pair in zip(carry_fns, noise, strict=True))
         and _is_bounded(cell, name)
     ]
@@ -112,13 +111,14 @@ def _is_mean_of(name: str, cell: Any, fn: CarryFn, noise: Noise) -> bool:
 
 def _is_bounded(cell: Any, name: str) -> bool:
     """Whether zoneout's mean of a field has to be taken before its bound."""
-    free = _without_bounds(cell)
-    with jax.ensure_compile_time_eval():
-        old, added, large = (jnp.asarray(value) for value in (1.0, 2.0, 1e6))
-        total, kept = free.accumulate(name, old, added), cell.bounded(name, large)
-    if float(total) == 0.0 or float(kept) == float(large):  # never leaves its start, or no bound
+    if cell.sums.bound is None or cell.sums.rule == "zero":  # no bound, or never leaves its start
         return False
-    if float(total) != 3.0:
+    with jax.ensure_compile_time_eval():
+        large = jnp.asarray(1e6)
+        kept = cell.sums.bound(name, large)
+    if float(kept) == float(large):
+        return False
+    if cell.sums.rule == "replace":
         raise ValueError(
             f"The mean of zoneout on {name!r}, which {type(cell).__name__} replaces at every step "
             "and keeps within a period, depends on how often it went around: use no period "
@@ -128,7 +128,7 @@ def _is_bounded(cell: Any, name: str) -> bool:
 
 
 def _without_bounds(cell: Any) -> Any:
-    """The cell without bounds on its accumulated fields."""
+    """The cell without bounds on its summed fields."""
     fields = {field.name: getattr(cell, field.name) for field in dataclasses.fields(cell)}
     fields |= {"parent": None, "name": None}
     cls: Any = type(cell)
@@ -137,10 +137,10 @@ def _without_bounds(cell: Any) -> Any:
 
 @functools.cache
 def _unbounded(cls: type) -> type:
-    def bounded(self: Any, name: str, total: jax.Array) -> jax.Array:
-        del self, name
-        return total
+    def sums(self: Any) -> Any:
+        return dataclasses.replace(super(unbounded, self).sums, bound=None)
 
     # Of the same name: messages speak of the cell that the user knows.
-    members = {"__annotations__": {}, "__module__": cls.__module__, "bounded": nn.nowrap(bounded)}
-    return type(cls.__name__, (cls,), members)
+    members = {"__annotations__": {}, "__module__": cls.__module__, "sums": property(sums)}
+    unbounded: Any = type(cls.__name__, (cls,), members)
+    return unbounded

@@ -2,7 +2,7 @@
 
 Everything here is time-major: T time, then any batch dims. One step is
 
-    c = where(reset, fresh, c);  n = after(c, step(before(c)));
+    c = where(reset, reset_carry, c);  n = after(c, step(before(c)));
     c = where(valid, n, c);      y = where(valid, emit(c), 0).
 
 The ``scan`` backend is that definition. Every other backend matches it in value and gradient,
@@ -16,16 +16,18 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
 from recurrent_gates import checks
-from recurrent_gates.base import Carry, Cell, Params
+from recurrent_gates.base import Cell
 from recurrent_gates.carry import CarryFn, Noise, apply_after, apply_before, draw_noise
-from recurrent_gates.shapes import expand
+from recurrent_gates.declared import Carry, Params
+from recurrent_gates.shapes import expand, is_symbolic, leading_axes
 
 _LOGGER = logging.getLogger("recurrent_gates")
 
@@ -63,26 +65,92 @@ _GPU_UNROLL = 8
 class Stream(NamedTuple):
     """What happens at each step besides the input; leaves have leading axis T, or are None."""
 
-    valid: jax.Array | None
-    resets: jax.Array | None
-    noise: tuple[Noise, ...]
+    valid: jax.Array | None = None
+    resets: jax.Array | None = None
+    noise: tuple[Noise, ...] = ()
 
 
 class Settings(NamedTuple):
-    """The static side of a recurrence: hashable, an argument of backends, never a closure.
+    """The static side of a recurrence: hashable, part of a ``Loop``'s structure, never a closure.
 
     Attributes:
       cell: the cell.
+      batch_dims: how many axes the batch has.
       reverse: whether time runs backwards.
       unroll: steps per iteration of the loop.
+      keep_carries: whether the carries of all steps are asked for.
       keep: whether chunks keep for the backward pass what a backend has marked with ``kept``;
         the rest of a chunk is always computed again.
     """
 
     cell: Cell
-    reverse: bool
-    unroll: int
-    keep: bool
+    batch_dims: int
+    reverse: bool = False
+    unroll: int = 1
+    keep_carries: bool = False
+    keep: bool = False
+
+
+class Loop(struct.PyTreeNode):
+    """A recurrence over a stretch of time: all that runs it, as one tree.
+
+    Attributes:
+      settings: the static side.
+      params: the cell's parameters, or of them what the loop reads.
+      xs: inputs, leaves ``[T, *batch, ...]``.
+      carry: the carry before the first step.
+      reset_carry: the carry that a reset takes.
+      carry_fns: what happens to the carry around each step, left to right.
+      stream: masks and noise by step.
+    """
+
+    settings: Settings = struct.field(pytree_node=False)
+    params: Any
+    xs: Any
+    carry: Carry
+    reset_carry: Carry
+    carry_fns: tuple[CarryFn, ...] = ()
+    stream: Stream = Stream()
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """(T, *batch)."""
+        return jax.tree.leaves(self.xs)[0].shape[: 1 + self.settings.batch_dims]
+
+    @property
+    def steps(self) -> int:
+        """T."""
+        return self.lead[0]
+
+    @property
+    def symbolic(self) -> bool:
+        """Whether sizes are those of ``jax.export`` that cannot be compared with a number."""
+        return is_symbolic((self.xs, self.carry))
+
+    def advance(self, step: Callable[[Carry], Carry], carry: Carry, stream_t: Stream) -> Carry:
+        """One step of this loop around a cell's step; ``stream_t`` is its stream at one time."""
+        return advance(step, carry, self.reset_carry, self.carry_fns, stream_t)
+
+
+class Segment(NamedTuple):
+    """What a backend makes of a loop: the last carry, outputs, all carries if asked for."""
+
+    carry: Carry
+    ys: Any
+    carries: Carry | None
+
+
+class Form(Protocol):
+    """What the module of a backend offers: another form of ``scan_segment``, as exact as it."""
+
+    def unsupported(self, loop: Loop) -> str | None:
+        """Why this form does not serve a loop, in one sentence; None if it does."""
+
+    def chunk(self, loop: Loop) -> int | None:
+        """The steps per rematerialised chunk that it wants; None for no chunks."""
+
+    def segment(self, loop: Loop) -> Segment:
+        """Runs a loop that it serves."""
 
 
 _KEPT = "recurrent_gates.kept"
@@ -103,64 +171,37 @@ def select(mask: jax.Array | None, on_true: Carry, on_false: Carry) -> Carry:
 def advance(
     step: Callable[[Carry], Carry],
     carry: Carry,
-    fresh: Carry,
+    reset_carry: Carry,
     carry_fns: Sequence[CarryFn],
     stream_t: Stream,
 ) -> Carry:
     """One step of the driver around a cell's step; ``stream_t`` is a stream at one time."""
-    carry = select(stream_t.resets, fresh, carry)
+    carry = select(stream_t.resets, reset_carry, carry)
     new = step(apply_before(carry_fns, stream_t.noise, carry))
     new = apply_after(carry_fns, stream_t.noise, carry, new)
     return new if stream_t.valid is None else select(stream_t.valid, new, carry)
 
 
-def masked_output(valid: jax.Array | None, y: jax.Array) -> jax.Array:
-    """y with zeros on invalid steps."""
-    return y if valid is None else jnp.where(expand(valid, y), y, jnp.zeros_like(y))
+def with_zeros(valid: jax.Array | None, tree: Any) -> Any:
+    """Inputs or outputs with zeros on invalid steps."""
+    if valid is None:
+        return tree
+    return jax.tree.map(lambda x: jnp.where(expand(valid, x), x, jnp.zeros_like(x)), tree)
 
 
-class Request(NamedTuple):
-    """What is asked of a backend, for it to say whether it serves it; xs is ``[T, *batch, D]``."""
-
-    settings: Settings
-    params: Params
-    xs: Any
-    carry: Carry
-    carry_fns: tuple[CarryFn, ...]
-    stream: Stream
-    keep_carries: bool = False
-
-
-class Segment(NamedTuple):
-    """What a backend returns for a stretch of time."""
-
-    carry: Carry
-    ys: jax.Array
-    carries: Carry | None
-
-
-def scan_segment(
-    settings: Settings,
-    params: Params,
-    xs: Any,
-    carry: Carry,
-    fresh: Carry,
-    carry_fns: tuple[CarryFn, ...],
-    stream: Stream,
-    keep_carries: bool,
-) -> Segment:
+def scan_segment(loop: Loop) -> Segment:
     """The definition: ``jax.lax.scan`` over the cell's step."""
-    cell = settings.cell
-    z = cell.project(params, xs)
+    settings, cell, params = loop.settings, loop.settings.cell, loop.params
+    z = cell.project(params, loop.xs)
 
     def body(carry: Carry, inputs: tuple[Any, Stream]) -> tuple[Carry, Any]:
         z_t, stream_t = inputs
-        carry = advance(lambda c: cell.step(params, c, z_t), carry, fresh, carry_fns, stream_t)
-        y = masked_output(stream_t.valid, cell.emit(params, carry, z_t))
-        return carry, (y, carry if keep_carries else None)
+        carry = loop.advance(lambda c: cell.step(params, c, z_t), carry, stream_t)
+        y = with_zeros(stream_t.valid, cell.emit(params, carry, z_t))
+        return carry, (y, carry if settings.keep_carries else None)
 
     carry, (ys, carries) = jax.lax.scan(
-        body, carry, (z, stream), reverse=settings.reverse, unroll=settings.unroll
+        body, loop.carry, (z, loop.stream), reverse=settings.reverse, unroll=settings.unroll
     )
     return Segment(carry, ys, carries)
 
@@ -171,7 +212,7 @@ def unroll(
     xs: Any,
     carry: Carry | None = None,
     *,
-    fresh: Carry | None = None,
+    reset_carry: Carry | None = None,
     lengths: jax.Array | None = None,
     valid: jax.Array | None = None,
     resets: jax.Array | None = None,
@@ -184,20 +225,22 @@ def unroll(
     unroll: int | None = None,
     remat: int | None = None,
     backend: str | Backend = Backend.AUTO,
-) -> tuple[Carry, jax.Array]:
+) -> tuple[Carry, Any]:
     """Runs a cell over a sequence.
 
     Args:
       cell: an unbound cell; inside a Flax module pass ``cell.copy(parent=None)``.
       params: its parameters, ``cell.init_params(key, D)``.
-      xs: inputs ``[T, *batch, D]``.
-      carry: the carry before the first step; default ``cell.initial(batch)``.
-      fresh: the carry that a reset takes; default ``cell.initial(batch)``.
+      xs: inputs ``[T, *batch, D]``, or a tree of them. Without a carry, the batch is what the
+        shapes of all leaves have in common after T, their last axes left out.
+      carry: the carry before the first step, whose batch dims are those of the sequence; default
+        ``cell.initial(batch)``. With a carry, leaves of xs are ``[T, *batch, ...]``.
+      reset_carry: the carry that a reset takes; default ``cell.initial(batch)``.
       lengths: int ``[*batch]`` from 0 to T, short for ``valid[t] = t < lengths``. Under ``jit``
         there are no values to check: then less than 0 counts as 0, and more than T as T.
       valid: bool ``[T, *batch]``, any pattern. An invalid step holds the carry and emits
         zeros; its input, NaN included, reaches neither values nor gradients.
-      resets: bool ``[T, *batch]``: the step starts from ``fresh``, before x_t is read.
+      resets: bool ``[T, *batch]``: the step starts from ``reset_carry``, before x_t is read.
       reverse: run t from T - 1 to 0; every y stays at its own t.
       carry_fns: what happens to the carry around each step, left to right.
       key: PRNG key that the carry functions draw from.
@@ -215,7 +258,8 @@ def unroll(
         choice once.
 
     Returns:
-      (carry, ys) with ys ``[T, *batch, F]`` at the same t as their inputs.
+      (carry, ys) with ys ``[T, *batch, F]`` (or what ``cell.emit`` makes) at the same t as their
+      inputs.
 
     Raises:
       TypeError: if ``cell`` is not a ``Cell``.
@@ -225,11 +269,13 @@ def unroll(
     """
     checks.cell("unroll", cell, Cell)
     checks.sequence(xs)
-    steps, *batch = jax.tree.leaves(xs)[0].shape[:-1]
-    batch_shape = tuple(batch)
-    initial = cell.initial(batch_shape)
+    shape = sequence_shape(cell, params, xs, reset_carry if carry is None else carry)
+    initial = cell.initial(shape[1:])
     carry = initial if carry is None else checks.carry("carry", carry, initial)
-    fresh = initial if fresh is None else checks.carry("fresh", fresh, initial)
+    if reset_carry is None:
+        reset_carry = initial
+    else:
+        reset_carry = checks.carry("reset_carry", reset_carry, initial)
     checks.params(cell, params, xs.shape[-1] if checks.is_array(xs) else None)
     reverse = checks.flag("reverse", reverse)
     deterministic = checks.flag("deterministic", deterministic)
@@ -240,35 +286,40 @@ def unroll(
     unroll = checks.whole_number("unroll is a number of steps", unroll)
     if remat is not None:
         remat = checks.whole_number("remat is a chunk length in steps", remat)
-    valid = _resolve_valid(lengths, valid, steps, batch_shape)
-    resets = checks.mask("resets", resets, steps, batch_shape)
+    valid = _resolve_valid(lengths, valid, shape)
+    resets = checks.mask("resets", resets, shape[0], shape[1:])
     carry_fns = checks.carry_fns(carry_fns, CarryFn)
     if key is not None:
         checks.key("key", key)
     if deterministic:
         noise = (None,) * len(carry_fns)
     elif noise is None:
-        noise = draw_noise(carry_fns, key, steps, batch_shape)
-    noise = checks.noise(noise, len(carry_fns), steps)
+        noise = draw_noise(carry_fns, key, shape[0], shape[1:])
+    noise = checks.noise(noise, len(carry_fns), shape[0])
     cell, carry_fns, noise = cell._around(carry_fns, noise)
 
-    if valid is not None:  # NaN in padding must not reach project
-        xs = jax.tree.map(lambda x: jnp.where(expand(valid, x), x, jnp.zeros_like(x)), xs)
-    settings = Settings(cell, reverse, unroll, keep=False)
-    stream = Stream(valid, resets, noise)
+    xs = with_zeros(valid, xs)  # NaN in padding must not reach project
     keep = return_carries == "all"
-    request = Request(settings, params, xs, carry, carry_fns, stream, keep)
-    chosen = _resolve(_backend(backend), request)
-    if not steps:
-        remat = None
-    if chosen is Backend.SCAN or not steps or 0 in batch_shape:  # nothing to speed up
+    settings = Settings(cell, len(shape) - 1, reverse, unroll, keep_carries=keep)
+    stream = Stream(valid, resets, noise)
+    loop = Loop(settings, params, xs, carry, reset_carry, carry_fns, stream)
+    out = _run(loop, _backend(backend), remat, empty=0 in shape)
+    return (out.carries if keep else out.carry), out.ys
+
+
+def _run(loop: Loop, backend: Backend, remat: int | None, *, empty: bool) -> Segment:
+    """The loop by its backend, in the chunks that were asked for or that the backend wants."""
+    chosen = _resolve(backend, loop)
+    if chosen is Backend.SCAN or empty:  # nothing to speed up
         segment, chunk = scan_segment, None
     else:
-        segment, chunk = _module(chosen).segment, _module(chosen).chunk(request)
-    settings = settings._replace(keep=chunk is not None and remat is None)
-    run = functools.partial(segment, settings, keep_carries=keep)
-    out = _chunked(run, settings, params, xs, carry, fresh, carry_fns, stream, remat or chunk)
-    return (out.carries if keep else out.carry), out.ys
+        segment, chunk = _form(chosen).segment, _form(chosen).chunk(loop)
+    keep = chunk is not None and remat is None
+    loop = loop.replace(settings=loop.settings._replace(keep=keep))
+    length = remat or chunk
+    if length is None or not loop.steps:
+        return segment(loop)
+    return _chunked(segment, loop, length)
 
 
 def _backend(name: str | Backend) -> Backend:
@@ -280,22 +331,22 @@ def _backend(name: str | Backend) -> Backend:
         raise ValueError(f"backend must be one of {known}, got {got}.") from None
 
 
-def _resolve(backend: Backend, request: Request) -> Backend:
-    """The backend that serves a request; ValueError if the one that is asked for does not."""
+def _resolve(backend: Backend, loop: Loop) -> Backend:
+    """The backend that serves a loop; ValueError if the one that is asked for does not."""
     reasons = []
     if backend is Backend.AUTO:
         platform = jax.default_backend()
         backend = Backend.SCAN
         for candidate in _FASTEST_FIRST:
-            reason = _module(candidate).unsupported(request)
+            reason = _form(candidate).unsupported(loop)
             if reason is None:
                 backend = candidate
                 break
             reasons.append(f"not {candidate.value}: {reason}")
-        name = type(request.settings.cell).__name__
+        name = type(loop.settings.cell).__name__
         _log_choice(name, backend.value, platform, " ".join(reasons))
     elif backend is not Backend.SCAN:
-        reason = _module(backend).unsupported(request)
+        reason = _form(backend).unsupported(loop)
         if reason is not None:
             raise ValueError(
                 f"The {backend.value} backend does not serve this: {reason} Use backend='scan'."
@@ -303,9 +354,10 @@ def _resolve(backend: Backend, request: Request) -> Backend:
     return backend
 
 
-def _module(backend: Backend) -> Any:
+def _form(backend: Backend) -> Form:
     """A backend's module; imported late: it is written in terms of this one."""
-    return importlib.import_module(f"recurrent_gates.backends.{backend.value}")
+    module: Any = importlib.import_module(f"recurrent_gates.backends.{backend.value}")
+    return module
 
 
 @functools.cache
@@ -314,77 +366,127 @@ def _log_choice(cell: str, choice: str, platform: str, because: str) -> None:
     _LOGGER.info("%s on %s: backend auto chose %s%s", cell, platform, choice, because)
 
 
-def _chunked(
-    run: Callable[..., Segment],
-    settings: Settings,
-    params: Params,
-    xs: Any,
-    carry: Carry,
-    fresh: Carry,
-    carry_fns: tuple[CarryFn, ...],
-    stream: Stream,
-    chunk: int | None,
-) -> Segment:
-    """Runs segments of ``chunk`` steps in a scan, each rematerialised; a shorter one last."""
-    steps = jax.tree.leaves(xs)[0].shape[0]
-    if chunk is None:
-        return run(params, xs, carry, fresh, carry_fns, stream)
-    count, rest = divmod(steps, chunk)
-    whole = count * chunk
-    sequence = (xs, stream)
+# Chunks of time. Of a chunk only its first carry is kept for the backward pass, and what its
+# backend has marked with ``kept``, if ``settings.keep``; all else is formed again, a chunk at a
+# time. [T, ...] is [count, length, ...] and a rest that is shorter: in time the rest comes last,
+# which makes it the first to run where time runs backwards.
 
-    def checkpointed(carry: Carry, piece: Any, *, in_scan: bool) -> Segment:
-        def body(params, carry, fresh, carry_fns, piece):
-            xs, stream = piece
-            return run(params, xs, carry, fresh, carry_fns, stream)
 
-        keep = jax.checkpoint_policies.save_only_these_names(_KEPT) if settings.keep else None
-        remat = jax.checkpoint(body, prevent_cse=not in_scan, policy=keep)
-        return remat(params, carry, fresh, carry_fns, piece)
+def _chunked(segment: Callable[[Loop], Segment], loop: Loop, length: int) -> Segment:
+    """A loop in chunks of ``length`` steps, each rematerialised."""
+    whole = loop.steps // length * length
 
-    def run_whole(carry: Carry) -> Segment:
-        pieces = jax.tree.map(lambda x: x[:whole].reshape(count, chunk, *x.shape[1:]), sequence)
+    def first(carry: Carry) -> Segment:
+        return _whole_chunks(segment, _stretch(loop, carry, slice(whole)), length)
 
-        def body(carry: Carry, piece: Any) -> tuple[Carry, Any]:
-            out = checkpointed(carry, piece, in_scan=True)
-            return out.carry, (out.ys, out.carries)
+    def rest(carry: Carry) -> Segment:
+        stretch = _stretch(loop, carry, slice(whole, None))
+        return _rematerialised(segment, stretch, in_scan=False)
 
-        carry, kept = jax.lax.scan(body, carry, pieces, reverse=settings.reverse)
-        ys, carries = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), kept)
-        return Segment(carry, ys, carries)
-
-    def run_rest(carry: Carry) -> Segment:
-        piece = jax.tree.map(lambda x: x[whole:], sequence)
-        return checkpointed(carry, piece, in_scan=False)
-
-    if not rest:
-        return run_whole(carry)
-    if not count:
-        return run_rest(carry)
-    if settings.reverse:
-        tail = run_rest(carry)
-        head = run_whole(tail.carry)
-        last = head.carry
+    if whole == loop.steps:
+        return first(loop.carry)
+    if not whole:
+        return rest(loop.carry)
+    if loop.settings.reverse:
+        tail = rest(loop.carry)
+        head = first(tail.carry)
     else:
-        head = run_whole(carry)
-        tail = run_rest(head.carry)
-        last = tail.carry
+        head = first(loop.carry)
+        tail = rest(head.carry)
     ys, carries = jax.tree.map(
         lambda a, b: jnp.concatenate([a, b]), (head.ys, head.carries), (tail.ys, tail.carries)
     )
-    return Segment(last, ys, carries)
+    return Segment((head if loop.settings.reverse else tail).carry, ys, carries)
+
+
+def _stretch(loop: Loop, carry: Carry, times: slice) -> Loop:
+    """A part of a loop's time, from a carry on."""
+    xs, stream = jax.tree.map(lambda x: x[times], (loop.xs, loop.stream))
+    return loop.replace(xs=xs, carry=carry, stream=stream)
+
+
+def _whole_chunks(segment: Callable[[Loop], Segment], loop: Loop, length: int) -> Segment:
+    """A loop whose steps are a multiple of ``length``, as a scan over its chunks."""
+    count = loop.steps // length
+    chunks = jax.tree.map(lambda x: x.reshape(count, length, *x.shape[1:]), (loop.xs, loop.stream))
+
+    def body(carry: Carry, chunk: tuple[Any, Stream]) -> tuple[Carry, Any]:
+        xs, stream = chunk
+        piece = loop.replace(xs=xs, carry=carry, stream=stream)
+        out = _rematerialised(segment, piece, in_scan=True)
+        return out.carry, (out.ys, out.carries)
+
+    carry, stacked = jax.lax.scan(body, loop.carry, chunks, reverse=loop.settings.reverse)
+    ys, carries = jax.tree.map(lambda x: x.reshape(loop.steps, *x.shape[2:]), stacked)
+    return Segment(carry, ys, carries)
+
+
+def _rematerialised(segment: Callable[[Loop], Segment], loop: Loop, *, in_scan: bool) -> Segment:
+    """A chunk that is computed again in the backward pass, but for what is marked as kept."""
+    keep = jax.checkpoint_policies.save_only_these_names(_KEPT) if loop.settings.keep else None
+    return jax.checkpoint(segment, prevent_cse=not in_scan, policy=keep)(loop)
+
+
+def batch_shape(cell: Cell, carry: Carry) -> tuple[int, ...] | None:
+    """The batch dims of a carry; None where it does not have the form of the cell's."""
+    leaves = jax.tree.leaves(carry)
+    alone = jax.tree.leaves(jax.eval_shape(lambda: cell.initial(())))
+    if not leaves or len(leaves) != len(alone) or jnp.ndim(leaves[0]) < alone[0].ndim:
+        return None
+    return jnp.shape(leaves[0])[: jnp.ndim(leaves[0]) - alone[0].ndim]
+
+
+def sequence_shape(cell: Cell, params: Params, xs: Any, carry: Carry | None) -> tuple[int, ...]:
+    """(T, *batch): the carry's batch where there is one, and else what all leaves share."""
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(xs)]
+    if not shapes or any(len(shape) < 1 for shape in shapes):
+        raise ValueError(f"xs must be [T, *batch, D] with time first, got shapes {shapes}.")
+    batch = None if carry is None else batch_shape(cell, carry)
+    common = leading_axes(xs)
+    if batch is None:
+        if not common:
+            raise ValueError(f"xs must be [T, *batch, D] with time first, got shapes {shapes}.")
+        return common
+    lead = (shapes[0][0], *batch)
+    if any(shape[: len(lead)] != lead for shape in shapes):
+        if len(common) == len(lead):  # the carry is another batch's, and will be told so
+            return common
+        raise ValueError(
+            f"xs has shapes {shapes}; beside this carry, of batch shape {batch}, they must be "
+            f"[T, {', '.join(map(str, (*batch, '...')))}]."
+        )
+    if common != lead and not _takes(cell, params, xs, carry):
+        raise ValueError(
+            f"The carry has batch shape {batch}, and xs of shapes {shapes} are not for it: they "
+            f"have {common[1:]}."
+        )
+    return lead
+
+
+def _takes(cell: Cell, params: Params, xs: Any, carry: Carry) -> bool:
+    """Whether a step on inputs with several axes after the batch keeps the shapes of the carry."""
+
+    def step(carry: Carry, xs: Any) -> Carry:
+        return cell.step(params, carry, cell.project(params, jax.tree.map(lambda x: x[0], xs)))
+
+    initial = jax.eval_shape(lambda: cell.initial(batch_shape(cell, carry) or ()))
+    try:
+        new = jax.eval_shape(step, initial, xs)
+    except (TypeError, ValueError):
+        return False
+    before, after = (jax.tree.map(lambda leaf: leaf.shape, tree) for tree in (initial, new))
+    return before == after
 
 
 def _resolve_valid(
-    lengths: jax.Array | None,
-    valid: jax.Array | None,
-    steps: int,
-    batch_shape: tuple[int, ...],
+    lengths: jax.Array | None, valid: jax.Array | None, shape: tuple[int, ...]
 ) -> jax.Array | None:
+    """The mask of valid steps ``[T, *batch]``, or None if all are."""
+    steps, *batch = shape
     if lengths is None:
-        return checks.mask("valid", valid, steps, batch_shape)
+        return checks.mask("valid", valid, steps, shape[1:])
     if valid is not None:
         raise ValueError("Give lengths or valid, not both: lengths is short for a valid mask.")
-    lengths = checks.lengths(lengths, steps, batch_shape)
+    lengths = checks.lengths(lengths, steps, shape[1:])
     time = jnp.arange(steps, dtype=lengths.dtype)
-    return time.reshape(steps, *(1,) * len(batch_shape)) < lengths[None]
+    return time.reshape(steps, *(1,) * len(batch)) < lengths[None]

@@ -1,10 +1,11 @@
-"""Explicit broadcasting: nothing in the library relies on implicit rank promotion."""
+"""Axes: explicit broadcasting (nothing relies on implicit rank promotion), trees of inputs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import export
 
 
@@ -24,3 +25,21 @@ def is_symbolic(tree: Any) -> bool:
 def lead(vector: jax.Array, like: jax.Array) -> jax.Array:
     """Adds leading axes to per-feature values until they have the rank of ``like``."""
     return vector.reshape((1,) * (like.ndim - vector.ndim) + vector.shape)
+
+
+def in_features(inputs: Any) -> Any:
+    """The width of every leaf: an int for one array, a tree of ints for a tree of them."""
+    return jax.tree.map(lambda x: jnp.shape(x)[-1], inputs)
+
+
+def leading_axes(inputs: Any) -> tuple[int, ...]:
+    """The sizes that the shapes of all leaves begin with, their last axes left out.
+
+    For sequences these are time and batch: ``{"image": [T, B, H, W, C], "reward": [T, B, 1]}``
+    begins with (T, B).
+    """
+    first, *others = (jnp.shape(leaf)[:-1] for leaf in jax.tree.leaves(inputs))
+    for count in range(min(map(len, (first, *others))), 0, -1):
+        if all(other[:count] == first[:count] for other in others):
+            return first[:count]
+    return ()

@@ -236,7 +236,7 @@ def unroll(
     carry,
     xs,
     emit,
-    fresh=None,
+    reset_carry=None,
     valid=None,
     resets=None,
     reverse=False,
@@ -254,7 +254,7 @@ def unroll(
 
     for t in order:
         if resets is not None:
-            carry = choose(resets[t], fresh, carry)
+            carry = choose(resets[t], reset_carry, carry)
         new = step(before(t, carry) if before else carry, xs[t])
         new = after(t, carry, new) if after else new
         y = emit(new)

@@ -503,6 +503,35 @@ class OwnZoneout(rg.Zoneout):
         return super().after(noise_t, new, prev)
 
 
+@struct.dataclass
+class OwnDetach(rg.Detach):
+    """Detaches where its noise is False."""
+
+    def before(self, noise_t, carry):
+        return super().before(~noise_t, carry)
+
+
+def test_a_subclass_promises_nothing():
+    """Nor does fused skip the products of a step where only the parent would be detached."""
+    for own in (rg.Detach, rg.Damp, rg.Zoneout):
+        derived = type("Derived", (own,), {"__annotations__": {}})(0.5)
+        assert own(0.5).elementwise and not derived.elementwise
+        assert derived.changes_values and not derived.chooses
+    assert not rg.Detach(0.5).changes_values and rg.Zoneout(0.5).chooses
+    cell, params, carry, xs = setting()
+    noise = jnp.asarray([True, False, True, True, False, True])
+
+    def gradient(fn, noise, backend):
+        def loss(params):
+            how = dict(carry_fns=[fn], noise=[noise], backend=backend)
+            return rg.unroll(cell, params, xs, carry, **how)[1].sum()
+
+        return quick_jit(jax.grad(loss))(params)
+
+    want = gradient(rg.Detach(0.5), ~noise, "scan")
+    assert_close(gradient(OwnDetach(0.5), noise, "fused"), want)
+
+
 def test_functions_act_left_to_right_around_the_step():
     cell = rg.CELLS["rnn"](FEATURES, param_dtype=jnp.float64)
     params, carry, xs = parameters(cell, INPUTS), state(cell, ()), array(8, 1, INPUTS)

@@ -13,7 +13,7 @@ import pytest
 
 import recurrent_gates as rg
 from recurrent_gates import analysis
-from recurrent_gates.backends import newton
+from recurrent_gates.analysis import newton_report
 
 T, B, D, F = 5, 2, 3, 4
 KEY = jax.random.key(0)
@@ -265,7 +265,7 @@ MISTAKES = {
     "a key as the carry": (lambda: run(LSTM, PARAMS, XS, KEY), "LSTMState", "key"),
     "strings as the carry": (lambda: run(carry=("c", "h")), "arrays of numbers", "'c'"),
     "a carry to reset to of another batch": (
-        lambda: run(fresh=LSTM.initial((7,))),
+        lambda: run(reset_carry=LSTM.initial((7,))),
         "(2, 4)",
         "(7, 4)",
     ),
@@ -354,8 +354,8 @@ MISTAKES = {
     "return_carries as a bool": (lambda: run(return_carries=True), "'last' or 'all'", "True"),
     "a backend that is none": (lambda: run(backend="cuda"), "'fused'", "'cuda'"),
     "no backend": (lambda: run(backend=None), "'fused'", "None"),
-    "a report of a name": (lambda: newton.report("gato", GATO_PARAMS, XS), "cell", "'gato'"),
-    "a report without time": (lambda: newton.report(GATO, GATO_PARAMS, XS[0, 0]), "time", "[3]"),
+    "a report of a name": (lambda: newton_report("gato", GATO_PARAMS, XS), "cell", "'gato'"),
+    "a report without time": (lambda: newton_report(GATO, GATO_PARAMS, XS[0, 0]), "time", "[3]"),
     "a stack's one carry": (
         lambda: stack().init(KEY, XS, initial_carry=XS),
         "one entry per layer: 2",

@@ -37,24 +37,26 @@ class Own(rg.Cell):
         return rg.HiddenState(self.decay * carry.h + jnp.tanh(z_t @ params["W"]))
 
 
+def added_softplus(params, carry_tm1, z):
+    return {"s": jax.nn.softplus(carry_tm1.r + z @ params["W"])}
+
+
 class Summing(Own):
     """A field that only accumulates, read through a function of the user's."""
 
     reads: str = "sin"
 
-    @property
-    def accumulated(self):
-        return ("s",)
-
     def initial(self, batch_shape):
         zeros = jnp.zeros((*batch_shape, self.features))
         return rg.GATOState(zeros, zeros)
 
+    @property
+    def sums(self):
+        return rg.Sums(("s",), increment=added_softplus, recur=self.recur)
+
+    @nn.nowrap
     def recur(self, params, carry, z_t):
         return carry._replace(r=self.decay * carry.r + jnp.tanh(z_t @ params["W"]))
-
-    def increment(self, params, carry_tm1, z):
-        return {"s": jax.nn.softplus(carry_tm1.r + z @ params["W"])}
 
     def step(self, params, carry, z_t):
         return rg.Cell.step(self, params, carry, z_t)

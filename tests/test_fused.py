@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 
 import recurrent_gates as rg
-from recurrent_gates.backends import fused, products, two_layer
+from recurrent_gates.backends import fused
+from recurrent_gates.backends.shared import products, two_layer
 from recurrent_gates.cells import Exploding, HiddenState
-from recurrent_gates.scan import Request, Settings, Stream
+from recurrent_gates.declared import Weights
+from recurrent_gates.scan import Loop, Settings
 from tests.support import array, assert_close, parameters, quick_jit, state
 from tests.test_carry import Scale
 from tests.test_gato import Count, StoreAtCount
@@ -212,14 +214,14 @@ def options(row, cell, rng):
 
 
 def results(cell, how, backend, around="nothing"):
-    """Values, and gradients of params, inputs, carry and fresh, for cotangents on ys, on the
+    """Values, and gradients of params, inputs, carry and reset_carry, for cotangents on ys, on the
     carry and on both."""
     lanes = (2,) if around == "vmap" else ()
     params, xs = parameters(cell, INPUTS), array(8, *lanes, STEPS, BATCH, INPUTS)
-    carry, fresh = (state(cell, (*lanes, BATCH), seed) for seed in (0, 50))
+    carry, reset_carry = (state(cell, (*lanes, BATCH), seed) for seed in (0, 50))
 
-    def forward(params, xs, carry, fresh):
-        return rg.unroll(cell, params, xs, carry, fresh=fresh, backend=backend, **how)
+    def forward(params, xs, carry, reset_carry):
+        return rg.unroll(cell, params, xs, carry, reset_carry=reset_carry, backend=backend, **how)
 
     run = jax.vmap(forward, (None, 0, 0, 0)) if around == "vmap" else forward
     run = jax.checkpoint(run) if around == "checkpoint" else run
@@ -231,7 +233,7 @@ def results(cell, how, backend, around="nothing"):
         return out, pullback((jax.tree.map(lambda leaf: of_carry * leaf, carry), of_ys * ys))
 
     pairs = ((0.0, 1.0), (1.0, 0.0), (1.0, 1.0))
-    return [pull(*pair, params, xs, carry, fresh) for pair in pairs]
+    return [pull(*pair, params, xs, carry, reset_carry) for pair in pairs]
 
 
 def compare(cell, how, around="nothing"):
@@ -328,9 +330,8 @@ def test_chunks_have_the_size_of_the_cache_and_no_rest_where_that_costs_little(m
     def chunk(steps, budget):
         monkeypatch.setattr(fused, "_CACHE_BYTES", budget)
         xs = jnp.zeros((steps, 3, INPUTS), jnp.float32)
-        settings = Settings(cell, reverse=False, unroll=1, keep=False)
-        stream = Stream(None, None, ())
-        return fused.chunk(Request(settings, params, xs, cell.initial((3,)), (), stream))
+        start = cell.initial((3,))
+        return fused.chunk(Loop(Settings(cell, batch_dims=1), params, xs, start, start))
 
     assert chunk(100, 100 * 384) is None
     assert chunk(100, 100 * 384 - 1) == 50
@@ -342,8 +343,10 @@ def test_chunks_have_the_size_of_the_cache_and_no_rest_where_that_costs_little(m
 
 
 def test_weights_of_a_large_hidden_state_keep_their_products():
-    assert not fused._replays({"recurrent_kernel": {"i": jnp.zeros((301, 301))}})
-    assert fused._replays({"a": jnp.zeros((256, 256)), "bias": jnp.zeros(1024)})
+    assert not fused._replays(Weights({"i": jnp.zeros((301, 301))}, {}, {}))
+    assert fused._replays(
+        Weights({"i": jnp.zeros((256, 256))}, {"a": jnp.zeros(1024)}, {"u": jnp.zeros(1024)})
+    )
 
 
 class Sine(rg.LSTM):
@@ -373,9 +376,10 @@ def test_products_of_one_vector_are_one(family, groups, monkeypatch):
     monkeypatch.setattr(products, "merges", lambda: True)
     cell = build(family)
     params = parameters(cell, INPUTS)
-    z = cell.loop_input(cell.project(params, array(8, 1, INPUTS)))
-    inputs = cell.recurrent_weights(params), cell.initial(()), z, jnp.float64
-    merged = products.merged_products(cell, *inputs)
+    xs, start = array(8, 1, INPUTS), cell.initial(())
+    loop = Loop(Settings(cell, batch_dims=0), params, xs, start, start)
+    loop = products.product_loop(loop, cell.project(params, xs))
+    merged = products.merged_products(loop, jnp.float64)
     assert [set(group.slots) for group in merged] == groups
 
 
@@ -405,9 +409,9 @@ class Halves(rg.SlotCell):
     def initial(self, batch_shape):
         return HiddenState(self.zeros(batch_shape))
 
-    def update(self, carry, z_t, product):
+    def update(self, carry, inputs, product):
         f = jax.nn.sigmoid(product("f", carry.h))
-        a, b = jnp.split(z_t["u"], 2, axis=-1)
+        a, b = jnp.split(inputs["u_input"], 2, axis=-1)
         return HiddenState(
             f * carry.h + (1 - f) * jnp.tanh(a + jax.nn.sigmoid(b) * product("u", carry.h))
         )
@@ -492,7 +496,10 @@ def test_a_tree_of_inputs():
 
 def test_no_inputs_at_all():
     cell = rg.GATO(4, param_dtype=jnp.float64)
-    both(cell, parameters(cell, 0), jnp.zeros((STEPS, BATCH, 0)))
+    params = parameters(cell, 1)
+    for own in params.values():  # init_params asks for inputs; the equations do not
+        own["kernel"] = jax.tree.map(lambda kernel: kernel[:0], own["kernel"])
+    both(cell, params, jnp.zeros((STEPS, BATCH, 0)))
 
 
 def test_a_carry_function_of_ones_own():

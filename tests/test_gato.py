@@ -204,8 +204,11 @@ def test_ablations(s_update, wrap):
 
 def test_the_first_ablation_has_no_s_whatever_the_increment():
     class Ones(rg.GATO):
-        def increment(self, params, carry_tm1, z):
-            return {"s": jnp.ones_like(carry_tm1.r)}
+        @property
+        def sums(self):
+            return dataclasses.replace(
+                super().sums, increment=lambda params, carry, z: {"s": jnp.ones_like(carry.r)}
+            )
 
     cell = Ones(2 * UNITS, s_update="zero")
     carry, _ = rg.unroll(cell, parameters(cell, INPUTS), array(8, STEPS, INPUTS))
@@ -367,7 +370,7 @@ def test_a_mean_that_a_period_loses_is_refused():
     with pytest.raises(ValueError, match="wrap=None"):
         rg.unroll(cell, params, xs, **how)
     carries, _ = rg.unroll(cell.clone(wrap=None), params, xs, return_carries="all", **how)
-    added = cell.increment(
+    added = cell.sums.increment(
         params,
         jax.tree.map(lambda leaf: jnp.concatenate([jnp.zeros((1, UNITS)), leaf[:-1]]), carries),
         cell.project(params, xs),

@@ -16,6 +16,7 @@ from tests.support import (
     parameters,
     quick_jit,
     randomize,
+    state,
 )
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -519,6 +520,61 @@ def test_wrong_use_is_one_sentence(make, error, words):
     with pytest.raises(error, match=words) as raised:
         make()
     assert "\n" not in str(raised.value)
+
+
+# Trees, and the carry of a reset
+
+
+class Sum(rg.Cell):
+    """Adds up ``a`` and the mean of ``b``, hands out both names."""
+
+    def init_params(self, key, in_features):
+        return {"scale": jnp.ones((in_features["a"],))}
+
+    def initial(self, batch_shape):
+        return rg.HiddenState(jnp.zeros((*batch_shape, 2)))
+
+    def project(self, params, x):
+        return x["a"] * 1.0 + x["b"].mean(axis=-2)
+
+    def step(self, params, carry, z_t):
+        return rg.HiddenState(carry.h + z_t)
+
+    def emit(self, params, carry, z):
+        return {"h": carry.h, "pair": jnp.stack([carry.h, z], axis=-2)}
+
+
+@pytest.mark.parametrize("time_major", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+def test_trees_pass_through_layers(time_major, given):
+    a, b = array(1, 3, 5, 2), array(2, 3, 5, 4, 2)  # [B, T, ...]
+    wanted = np.cumsum(np.asarray(a + b.mean(axis=2)), axis=1)
+    inputs = {"a": a, "b": b}
+    if time_major:
+        inputs = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), inputs)
+    layer = rg.RNN(Sum(), time_major=time_major, reverse=True)
+    start = rg.HiddenState(jnp.zeros((3, 2))) if given else None
+    flipped = jax.tree.map(lambda x: jnp.flip(x, 0 if time_major else 1), inputs)
+    ys, _ = layer.init_with_output(jax.random.key(0), flipped, initial_carry=start)
+    ys = jax.tree.map(lambda y: jnp.swapaxes(y, 0, 1), ys) if time_major else ys
+    assert_close(ys["h"], wanted)
+    assert_close(ys["pair"][:, :, 0], wanted)
+
+
+@pytest.mark.parametrize("time_major", [False, True])
+def test_a_reset_takes_its_own_carry(time_major):
+    cell = rg.GRU(4, param_dtype=jnp.float64)
+    start, again = (state(cell, (3,), seed) for seed in (1, 2))
+    xs = array(3, 3, 6, 2)
+    resets = jnp.zeros((3, 6), bool).at[:, 4].set(True)
+    xs_, resets_ = (jnp.swapaxes(a, 0, 1) if time_major else a for a in (xs, resets))
+    for layer, around in ((rg.RNN(cell), lambda c: c), (rg.Stack([cell]), lambda c: (c,))):
+        params = layer.init(jax.random.key(0), xs)
+        how = dict(time_major=time_major, initial_carry=around(start))
+        ys = layer.apply(params, xs_, resets=resets_, reset_carry=around(again), **how)
+        ys = jnp.swapaxes(ys, 0, 1) if time_major else ys
+        assert_close(ys[:, 4:], layer.apply(params, xs[:, 4:], initial_carry=around(again)))
+        assert_close(ys[:, :4], layer.apply(params, xs[:, :4], initial_carry=around(start)))
 
 
 FOREIGN = {

@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 
 import recurrent_gates as rg
-from recurrent_gates.backends import blocks, newton, shooting
+from recurrent_gates.analysis import newton_report
+from recurrent_gates.backends.newton import backend as newton
+from recurrent_gates.backends.newton import blocks, shooting
+from recurrent_gates.scan import Loop, Settings
 from tests.support import array, assert_close, parameters, quick_jit, randomize, state
 from tests.test_carry import OwnZoneout, Scale
 from tests.test_gato import Count, StoreAtCount
@@ -121,12 +125,12 @@ CASES = [
 ]
 
 
-def results(cell, how, backend, params, xs, carry, fresh, around=lambda run: run):
-    """Values, and the gradients of params, inputs, carry and fresh for random cotangents."""
+def results(cell, how, backend, params, xs, carry, reset_carry, around=lambda run: run):
+    """Values, and the gradients of params, inputs, carry and reset_carry for random cotangents."""
 
     @around
-    def forward(params, xs, carry, fresh):
-        return rg.unroll(cell, params, xs, carry, fresh=fresh, backend=backend, **how)
+    def forward(params, xs, carry, reset_carry):
+        return rg.unroll(cell, params, xs, carry, reset_carry=reset_carry, backend=backend, **how)
 
     @quick_jit
     def pull(*operands):
@@ -134,7 +138,7 @@ def results(cell, how, backend, params, xs, carry, fresh, around=lambda run: run
         random = jax.tree.map(lambda leaf: array(31, *leaf.shape).astype(leaf.dtype), out)
         return out, pullback(random)
 
-    return pull(params, xs, carry, fresh)
+    return pull(params, xs, carry, reset_carry)
 
 
 def compare(cell, how, around=lambda run: run, lanes=(), tolerance=1e-10):
@@ -201,9 +205,29 @@ def test_chunks_of_time_where_the_carry_is_large(small, monkeypatch):
     monkeypatch.setattr(newton, "CARRY_SIZE", 16 * BATCH * FEATURES)
     cell = build("gato1")
     xs = array(8, STEPS, BATCH, INPUTS)
-    request = functools.partial(rg.scan.Request, None, {}, xs, cell.initial((BATCH,)), ())
-    assert newton.chunk(request(rg.scan.Stream(None, None, ()))) == 16
+    start = cell.initial((BATCH,))
+    assert newton.chunk(Loop(Settings(cell, batch_dims=1), {}, xs, start, start)) == 16
     compare(cell, {})
+
+
+@struct.dataclass
+class Shrink(rg.CarryFn):
+    """A function of one's own that says that it treats units one by one, and all alike."""
+
+    @property
+    def elementwise(self):
+        return True
+
+    def before(self, noise_t, carry):
+        return carry._replace(**{self.field: self.p * carry._asdict()[self.field]})
+
+    def after(self, noise_t, prev, new):
+        new, prev = new._asdict(), prev._asdict()
+        return rg.GATOState(**(new | {self.field: jnp.sin(new[self.field]) + prev[self.field] / 8}))
+
+
+def test_a_function_that_says_that_it_is_elementwise_is_served(small):
+    compare(build("gato1"), dict(carry_fns=[Shrink(0.9, field="r")], resets=RESETS))
 
 
 # Convergence
@@ -221,7 +245,7 @@ def gato(scale=1.0, features=64, inputs=4, dtype=jnp.float64, seed=0):
 def test_few_passes_at_the_start():
     cell, params = gato(features=512)
     xs = array(1, 2000, 2, 4)
-    found = newton.report(cell, params, xs)
+    found = newton_report(cell, params, xs)
     assert 1 <= found.passes <= 4
     assert found.gaps.size > 20
     assert found.gaps.max() < 1e-14
@@ -235,7 +259,7 @@ def test_a_linear_cell_is_solved_by_one_correction(reverse, small):
     passes do not know them, the third has it but for roundings."""
     cell = Grow()
     params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
-    found = newton.report(cell, params, xs, reverse=reverse)
+    found = newton_report(cell, params, xs, reverse=reverse)
     assert found.passes in (3, 4)
     assert not found.damped.any()
     assert not found.fell_back.any()
@@ -246,7 +270,7 @@ def test_hard_parameters(scale):
     """Units that hold one of two states: Newton's method alone would correct a block at a time."""
     cell, params = gato(scale)
     xs = array(1, 1500, 2, 4)
-    found = newton.report(cell, params, xs)
+    found = newton_report(cell, params, xs)
     assert found.passes > shooting.PLAIN  # it is hard
     assert not found.fell_back.any()
     operands = (params, xs, cell.initial((2,)), cell.initial((2,)))
@@ -261,7 +285,7 @@ def test_late_values_excuse_no_early_gaps(reverse):
     cell = Run()
     params, xs = parameters(cell, INPUTS), array(8, 1500, BATCH, INPUTS)
     start = cell.initial((BATCH,))
-    found = newton.report(cell, params, xs, reverse=reverse)
+    found = newton_report(cell, params, xs, reverse=reverse)
     assert found.passes <= shooting.PLAIN
     assert not found.fell_back.any()
 
@@ -292,7 +316,7 @@ def test_blocks_that_do_not_converge_run_in_sequence_and_are_reported(
     cell = Grow()
     # A number of steps of its own: programs of other tests know other constants.
     params, xs = parameters(cell, INPUTS), array(8, STEPS - 1, BATCH, INPUTS)
-    found = newton.report(cell, params, xs, reverse=reverse)
+    found = newton_report(cell, params, xs, reverse=reverse)
     count = found.fell_back.size
     assert found.passes == 1
     assert not found.fell_back[0]
@@ -371,7 +395,7 @@ def test_nan_after_a_reset_reaches_no_gradient_before_it(small):
 def test_parameters_that_have_diverged_cost_one_pass(small):
     cell = build("gato1")
     params = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), parameters(cell, INPUTS))
-    found = newton.report(cell, params, array(8, STEPS, BATCH, INPUTS))
+    found = newton_report(cell, params, array(8, STEPS, BATCH, INPUTS))
     assert found.passes == 1
     assert not found.fell_back.any()
 
@@ -381,32 +405,32 @@ def test_report_follows_the_arguments_of_unroll(small):
     cell = build("gato1")
     params, xs, start = parameters(cell, INPUTS), array(8, 36, BATCH, INPUTS), state(cell, (BATCH,))
     nothing = jnp.zeros((36, BATCH), bool)
-    assert newton.report(cell, params, xs, start, valid=nothing).passes == 1
-    assert newton.report(cell, params, xs, start, resets=~nothing, reverse=True).passes == 1
-    assert newton.report(cell, params, xs, start).passes > 1
+    assert newton_report(cell, params, xs, start, valid=nothing).passes == 1
+    assert newton_report(cell, params, xs, start, resets=~nothing, reverse=True).passes == 1
+    assert newton_report(cell, params, xs, start).passes > 1
 
 
 def test_report_checks_its_arguments_as_unroll_does(small):
     cell = build("gato1")
     params, xs, start = parameters(cell, INPUTS), array(8, 36, BATCH, INPUTS), state(cell, (BATCH,))
     valid = jnp.ones((36, BATCH), bool).at[14].set(False)
-    want = newton.report(cell, params, xs.at[14].set(0), start, valid=valid)
-    got = newton.report(cell, params, xs.at[14].set(jnp.nan), tuple(start), valid=valid)
+    want = newton_report(cell, params, xs.at[14].set(0), start, valid=valid)
+    got = newton_report(cell, params, xs.at[14].set(jnp.nan), tuple(start), valid=valid)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     for wrong in (dict(valid=valid[1:]), dict(resets=valid[:, :1])):
         (name,) = wrong
         with pytest.raises(ValueError, match=f"{name} must have shape .*36, {BATCH}"):
-            newton.report(cell, params, xs, **wrong)
-    with pytest.raises(ValueError, match="carry has shapes"):
-        newton.report(cell, params, xs, state(cell, (BATCH + 1,)))
+            newton_report(cell, params, xs, **wrong)
+    with pytest.raises(ValueError, match="carry"):
+        newton_report(cell, params, xs, state(cell, (BATCH + 1,)))
     with pytest.raises(ValueError, match="xs must be"):
-        newton.report(cell, params, xs[0, 0])
+        newton_report(cell, params, xs[0, 0])
 
 
 @pytest.mark.parametrize("shape", [(36, 0, INPUTS), (0, BATCH, INPUTS)])
 def test_nothing_is_reported_without_trouble(shape, small):
     cell = build("gato2")
-    found = newton.report(cell, parameters(cell, INPUTS), jnp.zeros(shape))
+    found = newton_report(cell, parameters(cell, INPUTS), jnp.zeros(shape))
     assert found.passes <= 1
     assert not found.fell_back.any()
 
@@ -415,13 +439,9 @@ def test_an_empty_batch_is_a_segment_of_nothing(small):
     """The driver gives it to the scan; the backend itself has no trouble with it either."""
     cell, xs = build("gato2"), jnp.zeros((36, 0, INPUTS))
     params, start = parameters(cell, INPUTS), cell.initial((0,))
-    stream = rg.scan.Stream(None, None, ())
-    settings = rg.scan.Settings(cell, False, 1, False)
-    assert newton.chunk(rg.scan.Request(settings, params, xs, start, (), stream)) is None
-    out = jax.eval_shape(
-        lambda *operands: newton.segment(settings, *operands, (), stream, True),
-        *(params, xs, start, start),
-    )
+    loop = Loop(Settings(cell, batch_dims=1, keep_carries=True), params, xs, start, start)
+    assert newton.chunk(loop) is None
+    out = jax.eval_shape(newton.segment, loop)
     assert out.ys.shape == (36, 0, FEATURES)
     assert out.carries.s.shape == (36, 0, WIDTH)
 
@@ -467,7 +487,7 @@ def test_a_warning_that_is_not_due_does_not_call_the_host(fell_back, monkeypatch
     calls = []
     monkeypatch.setattr(newton._LOGGER, "warning", lambda *_: calls.append("warned"))
     monkeypatch.setattr(jax.debug, "callback", counted(jax.debug.callback, calls))
-    settings = rg.scan.Settings(Grow(), False, 1, False)
+    settings = Settings(Grow(), batch_dims=1)
 
     @jax.jit
     @jax.vmap
@@ -566,6 +586,7 @@ def test_float32_s_over_65536_steps():
         ),
         (lambda: rg.CELLS["gato1"](FEATURES), (rg.Damp(p=0.5, field=0),), "must name its field"),
         (lambda: rg.CELLS["gato1"](FEATURES), (rg.Zoneout(p=0.5, field="s"),), "is no sum"),
+        (lambda: rg.CELLS["gato1"](FEATURES), (Shrink(p=0.5, field="s"),), "is no sum"),
     ],
     ids=[
         "lstm",
@@ -574,6 +595,7 @@ def test_float32_s_over_65536_steps():
         "zoneout of one's own",
         "index",
         "mean of s",
+        "s of one's own",
     ],
 )
 def test_what_newton_does_not_serve_is_refused_in_one_sentence(make, fns, why, x32):
@@ -587,7 +609,7 @@ def test_what_newton_does_not_serve_is_refused_in_one_sentence(make, fns, why, x
 def test_nothing_to_report_for_a_cell_that_is_not_diagonal(x32):
     cell = rg.GRU(FEATURES)
     with pytest.raises(ValueError, match="GRU does not say"):
-        newton.report(cell, cell.init_params(jax.random.key(0), 1), jnp.ones((3, BATCH, 1)))
+        newton_report(cell, cell.init_params(jax.random.key(0), 1), jnp.ones((3, BATCH, 1)))
 
 
 def test_a_map_says_whether_its_units_interact():

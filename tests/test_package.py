@@ -23,26 +23,18 @@ VERSION = recurrent_gates.__version__
 # A module imports from the lines above its own.
 ORDER = (
     {"version", "shapes", "checks", "pickling"},
-    {"initializers", "carry", "pointwise"},
+    {"declared", "initializers", "carry", "pointwise"},
     {"gates", "mixing"},
     {"base"},
-    {"gato", "scan", "backends.blocks"},
-    {
-        "cells",
-        "backends",
-        "backends.accumulation",
-        "backends.rows",
-        "backends.pallas_body",
-        "backends.shooting",
-    },
-    {
-        "backends.products",
-        "backends.newton",
-        "backends.cudnn",
-        "backends.pallas_loop",
-        "backends.two_layer",
-    },
-    {"backends.fused", "backends.pallas_gato", "backends.pallas_recurrence", "layers", "interop"},
+    {"gato", "scan"},
+    {"cells", "layers", "interop"},
+    {"backends", "backends.shared"},
+    {"backends.shared.rows", "backends.newton.blocks", "backends.pallas.body"},
+    {"backends.shared.accumulation", "backends.newton.shooting", "backends.pallas.loop"},
+    {"backends.shared.products", "backends.shared.two_layer"},
+    {"backends.newton.backend", "backends.pallas.gato", "backends.pallas.recurrence"},
+    {"backends.cudnn", "backends.fused"},
+    {"backends.newton", "backends.pallas.backend"},
     {"backends.pallas", "testing", "analysis", "gate_theory"},
     {"desiderata", "nnx"},
     {""},  # __init__.py: the public names
@@ -130,6 +122,50 @@ def test_programs_read_the_public_api_only(package):
             assert not last.startswith("_"), f"{package}.{module} imports {name}"
             if module_of(name) == "" and name != LIBRARY:
                 assert last in recurrent_gates.__all__, f"{package}.{module} imports {name}"
+
+
+# Sizes: what a reader has to hold in mind at once
+
+_MOST_LINES, _MOST_PARAMETERS, _MOST_NAMES = 60, 7, 10
+# What Flax asks of a cell, or ``Cell`` makes of the rest.
+FLAX_NAMES = {"weights", "initialize_carry", "num_feature_axes"}
+
+
+def functions(path):
+    """(name, lines but for the docstring, parameters that are not keywords) of all functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = node.end_lineno - node.lineno + 1
+            if ast.get_docstring(node) is not None:
+                lines -= node.body[0].end_lineno - node.body[0].lineno + 1
+            yield node.name, lines, len(node.args.posonlyargs) + len(node.args.args)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_functions_are_short_and_take_few_things(module):
+    for name, lines, parameters in functions(MODULES[module]):
+        assert lines <= _MOST_LINES, f"{module}.{name} has {lines} lines"
+        assert parameters <= _MOST_PARAMETERS, f"{module}.{name} takes {parameters} parameters"
+
+
+def names_to_define(cell):
+    """The public methods and properties of a cell's class itself."""
+    members = {name for name, value in vars(cell).items() if hasattr(value, "__get__")}
+    members -= FLAX_NAMES | set(cell.__dataclass_fields__)
+    return {name for name in members if not name.startswith("_")}
+
+
+def test_the_contract_fits_on_a_card():
+    names = names_to_define(recurrent_gates.Cell)
+    assert {"init_params", "initial", "step", "products", "sums"} <= names
+    assert len(names) <= _MOST_NAMES
+    card = recurrent_gates.Cell.__doc__
+    for name in names:
+        assert re.search(rf"^    {name}\b", card, re.MULTILINE), f"Cell's card lacks {name}"
+    # A SlotCell makes these of what it asks for itself.
+    made = {"init_params", "project", "step", "emit", "products"}
+    more = names_to_define(recurrent_gates.SlotCell) - names - {"zeros"}
+    assert len(names - made | more) <= _MOST_NAMES
 
 
 # The rooms of the experiments

@@ -15,9 +15,10 @@ from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import recurrent_gates as rg
-from recurrent_gates.backends import pallas_gato, pallas_loop
-from recurrent_gates.backends.pallas_body import in_kernel
-from recurrent_gates.backends.pallas_loop import time_loop
+from recurrent_gates.backends.pallas import gato as pallas_gato
+from recurrent_gates.backends.pallas import loop as pallas_loop
+from recurrent_gates.backends.pallas.body import in_kernel
+from recurrent_gates.backends.pallas.loop import time_loop
 from tests.support import array, assert_close, parameters, quick_jit, state
 from tests.test_carry import OwnZoneout
 from tests.test_gato import Count
@@ -29,15 +30,17 @@ F64 = dict(param_dtype=jnp.float64)
 
 
 def compare(cell, batch=(BATCH,), around=lambda f: f, lanes=(), dtype=jnp.float64, **how):
-    """Values, and gradients of params, inputs, carry and fresh, for random cotangents on ys and
-    on the carries."""
+    """Values, and gradients of params, inputs, carry and reset_carry, for random cotangents on ys
+    and on the carries."""
     params = parameters(cell, INPUTS)
     xs = array(8, *lanes, STEPS, *batch, INPUTS).astype(dtype)
-    carry, fresh = (state(cell, (*lanes, *batch), seed) for seed in (0, 50))
+    carry, reset_carry = (state(cell, (*lanes, *batch), seed) for seed in (0, 50))
 
     def results(backend):
-        def forward(params, xs, carry, fresh):
-            return rg.unroll(cell, params, xs, carry, fresh=fresh, backend=backend, **how)
+        def forward(params, xs, carry, reset_carry):
+            return rg.unroll(
+                cell, params, xs, carry, reset_carry=reset_carry, backend=backend, **how
+            )
 
         @quick_jit
         def pull(*arguments):
@@ -45,7 +48,7 @@ def compare(cell, batch=(BATCH,), around=lambda f: f, lanes=(), dtype=jnp.float6
             cotangents = jax.tree.map(lambda leaf: array(31, *leaf.shape).astype(leaf.dtype), out)
             return out, pullback(cotangents)
 
-        return pull(params, xs, carry, fresh)
+        return pull(params, xs, carry, reset_carry)
 
     assert_close(results("pallas"), results("scan"))
 
@@ -274,8 +277,14 @@ def test_increments_in_blocks_of_rows_and_units(platform, units, monkeypatch, re
 class Doubled(rg.GATO):
     """Adds twice what GATO adds."""
 
-    def increment(self, params, carry_tm1, z):
-        return jax.tree.map(lambda s: 2 * s, super().increment(params, carry_tm1, z))
+    @property
+    def sums(self):
+        once = super().sums
+
+        def increment(params, carry_tm1, z):
+            return jax.tree.map(lambda s: 2 * s, once.increment(params, carry_tm1, z))
+
+        return dataclasses.replace(once, increment=increment)
 
 
 class Sines(rg.GATO):
@@ -364,23 +373,22 @@ class OwnKeys(rg.CarryFn):
 class TallWeights(rg.LSTM):
     """Recurrent weights of three axes."""
 
-    def recurrent_weights(self, params):
-        return jax.tree.map(lambda w: w[..., None], super().recurrent_weights(params))
+    @property
+    def products(self):
+        two = super().products
+
+        def weights(params):
+            return jax.tree.map(lambda w: w[..., None], two.weights(params))
+
+        return dataclasses.replace(two, weights=weights)
 
 
-class Pairs(rg.LSTM):
-    """Reads the sum of two inputs."""
-
-    def project(self, params, x):
-        return super().project(params, x[0] + x[1])
-
-
-def refusal(cell, inputs=INPUTS, dtype=None, around=lambda xs: xs, **how):
+def refusal(cell, inputs=INPUTS, dtype=None, **how):
     """The sentence; nothing is computed."""
 
     def run(key):
         params, xs = cell.init_params(key, inputs), jnp.ones((2, BATCH, inputs), dtype)
-        return rg.unroll(cell, params, around(xs), backend="pallas", **how)
+        return rg.unroll(cell, params, xs, backend="pallas", **how)
 
     with pytest.raises(ValueError, match="The pallas backend does not serve this") as error:
         jax.eval_shape(run, jax.random.key(0))
@@ -395,10 +403,16 @@ def test_what_no_kernel_serves_is_refused(x32):
     assert "scalars" in refusal(rg.LSTM(4), carry_fns=[rg.Damp(jnp.full(4, 0.5))])
     keys = jax.random.split(jax.random.key(0), (2, BATCH))
     assert "no keys" in refusal(rg.LSTM(4), carry_fns=[OwnZoneout(0.5)], noise=[keys])
-    assert "one axis or two" in refusal(TallWeights(4))
-    assert "one array" in refusal(Pairs(4), around=lambda xs: (xs, xs))
     masks = noise(2, BATCH, 4, 1)
     assert "by step" in refusal(rg.LSTM(4), carry_fns=[rg.Zoneout(0.5)], noise=[masks])
+
+
+@pytest.mark.parametrize("backend", ["scan", "fused", "pallas"])
+def test_a_weight_of_three_axes_is_an_error_everywhere(backend, x32):
+    cell = TallWeights(4)
+    params = cell.init_params(jax.random.key(0), INPUTS)
+    with pytest.raises(ValueError, match=r"matrix \[F, width\] or a vector"):
+        rg.unroll(cell, params, jnp.ones((2, BATCH, INPUTS)), backend=backend)
 
 
 def test_what_a_chip_cannot_hold_is_refused_there(monkeypatch, x32):
@@ -436,7 +450,7 @@ def test_a_tpu_takes_no_float64(cell, dtype, monkeypatch):
 class Twice(rg.Elman):
     """Uses one product two times; a dict by slot would keep the second use alone."""
 
-    def update(self, carry, z_t, product):
+    def update(self, carry, inputs, product):
         return carry._replace(h=product("h", carry.h) + product("h", 2 * carry.h))
 
 

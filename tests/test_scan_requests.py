@@ -1,5 +1,6 @@
 """What is asked of the driver: what it chooses by itself, and what it refuses."""
 
+import inspect
 import logging
 import re
 from typing import Any
@@ -60,7 +61,10 @@ NEW: Any = object()
         (dict(lengths=jnp.ones((BATCH,))), "lengths"),
         (dict(valid=jnp.ones((BATCH, STEPS), bool)), "valid"),
         (dict(resets=jnp.ones((STEPS,), bool)), "resets"),
-        (dict(fresh=rg.LSTMState(jnp.zeros((BATCH, 1)), jnp.zeros((BATCH, 1)))), "fresh"),
+        (
+            dict(reset_carry=rg.LSTMState(jnp.zeros((BATCH, 1)), jnp.zeros((BATCH, 1)))),
+            "reset_carry",
+        ),
         (dict(carry=jnp.zeros((BATCH, FEATURES))), "carry"),
         (dict(carry_fns=(rg.Detach(p=0.5),)), "key"),
         (dict(carry_fns=(rg.Zoneout(p=0.5),)), "key"),
@@ -81,6 +85,14 @@ def test_bad_requests_are_one_sentence(how, words, backend):
     with pytest.raises(ValueError, match=words) as error:
         rg.unroll(CELL, params, **how)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("backend", list(rg.Backend)[2:], ids=str)
+def test_every_backend_is_a_form_of_the_loop(backend):
+    form = rg.scan._form(backend)
+    for name in ("unsupported", "chunk", "segment"):
+        wanted = list(inspect.signature(getattr(rg.scan.Form, name)).parameters)[1:]
+        assert list(inspect.signature(getattr(form, name)).parameters) == wanted == ["loop"]
 
 
 def test_a_deterministic_run_needs_no_key():

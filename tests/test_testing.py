@@ -1,6 +1,8 @@
 """The conformance suite: it passes every cell here and a short one of the user's, and catches
 broken ones."""
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -112,46 +114,60 @@ def test_a_broken_cell_is_told_in_one_sentence(fault):
     assert "Broken" in str(error.value)
 
 
-def none(self, params):
-    """No recurrent products to offer, so that ``recur`` is what runs."""
+def promising(**changes):
+    """A GATO whose sums are declared otherwise: functions of the cell's own ones, and more."""
+    declared = {name: value for name, value in changes.items() if name != "diagonal"}
+
+    def sums(self):
+        own = rg.GATO.sums.fget(self)
+        return dataclasses.replace(own, **{name: how(own) for name, how in declared.items()})
+
+    members = {"sums": property(sums), "products": None}  # so that recur is what runs
+    if "diagonal" in changes:
+        members["diagonal"] = changes["diagonal"]
+    return type("Broken", (rg.GATO,), {"__annotations__": {}, **members})(4)
 
 
-def reads_s(self, params, carry, z_t):
-    return rg.GATO.recur(self, params, carry._replace(r=carry.r + 0.01 * carry.s), z_t)
+def reads_s(own):
+    return lambda params, carry, z_t: own.recur(
+        params, carry._replace(r=carry.r + 0.01 * carry.s), z_t
+    )
 
 
-def adds_s(self, params, carry, z):
-    return {"s": rg.GATO.increment(self, params, carry, z)["s"] + 0.01 * carry.s}
+def adds_s(own):
+    return lambda params, carry, z: {
+        "s": own.increment(params, carry, z)["s"] + 0.01 * carry.s,
+    }
 
 
-def fades(self, name, value, added):
-    return self.bounded(name, 0.99 * value + added)
+def mixes_units(own):
+    return lambda params, carry, z_t: own.recur(
+        params, carry._replace(r=carry.r + 0.01 * jnp.roll(carry.r, 1, axis=-1)), z_t
+    )
 
 
-def takes_the_larger(self, name, value, added):
-    return jnp.maximum(value, added)
-
-
-def mixes_units(self, params, carry, z_t):
-    mixed = carry._replace(r=carry.r + 0.01 * jnp.roll(carry.r, 1, axis=-1))
-    return rg.GATO.recur(self, params, mixed, z_t)
+def halves(own):
+    return lambda field, total: total / 2
 
 
 @pytest.mark.parametrize(
-    ("members", "words"),
+    ("changes", "words"),
     [
-        (dict(recur=reads_s), "accumulated"),
-        (dict(increment=adds_s), "accumulated"),
+        (dict(recur=reads_s), "sums may read"),
+        (dict(increment=adds_s), "sums may read"),
         (dict(recur=mixes_units), "diagonal.*interact"),
-        (dict(accumulate=fades), "diagonal.*'s'"),
-        (dict(accumulate=takes_the_larger), "diagonal.*'s'"),
+        (dict(bound=halves), "bound of 's'"),
     ],
-    ids=["recur reads s", "increment reads s", "units interact", "s fades", "s is the largest"],
+    ids=["recur reads s", "increment reads s", "units interact", "s is halved"],
 )
-def test_broken_promises_are_told_in_one_sentence(members, words):
-    broken = type("Broken", (rg.GATO,), {"__annotations__": {}, **members})
+def test_broken_promises_are_told_in_one_sentence(changes, words):
     with pytest.raises(AssertionError, match=f"Broken.*{words}"):
-        check_cell(broken(4))
+        check_cell(promising(**changes))
+
+
+def test_a_rule_of_sums_is_one_of_three():
+    with pytest.raises(ValueError, match="add, replace, zero, not 'mean'"):
+        dataclasses.replace(rg.GATO(4).sums, rule="mean")
 
 
 @pytest.mark.parametrize("s_update", ["zero", "replace"])
@@ -160,12 +176,7 @@ def test_the_ablations_of_gato_conform(s_update):
 
 
 def test_units_that_mix_are_no_breach_where_nothing_is_promised():
-    mixing = type(
-        "Mixing",
-        (rg.GATO,),
-        {"__annotations__": {}, "recur": mixes_units, "diagonal": False, "recurrent_weights": none},
-    )
-    check_cell(mixing(4))
+    check_cell(promising(recur=mixes_units, diagonal=False))
 
 
 def test_settings_must_hash():

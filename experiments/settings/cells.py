@@ -133,7 +133,8 @@ def cells_own(model: ModelSettings) -> dict[str, Any]:
 def feedback(cell: rg.Cell) -> str:
     """The field of the state that feeds back: h where there is one, else the first that does."""
     fields = state_fields(cell)
-    back = [name for name in fields if name not in cell.accumulated]
+    summed = cell.sums.fields if cell.sums else ()
+    back = [name for name in fields if name not in summed]
     return "h" if "h" in fields else back[0]
 
 

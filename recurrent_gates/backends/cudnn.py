@@ -15,18 +15,17 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jax.experimental import rnn
 
-from recurrent_gates.base import Carry, Params
-from recurrent_gates.carry import CarryFn
 from recurrent_gates.cells import LSTM, LSTMState
-from recurrent_gates.scan import Request, Segment, Settings, Stream
+from recurrent_gates.declared import Params
+from recurrent_gates.scan import Loop, Segment
 
 _SLOTS = ("i", "f", "u", "o")  # cuDNN's order, as torch's
 _PRECISIONS = (None, "high", "highest", "float32", "tensorfloat32")
 
 
-def unsupported(request: Request) -> str | None:
-    """Why this backend does not serve a request, in one sentence; None if it does."""
-    cell, stream = request.settings.cell, request.stream
+def unsupported(loop: Loop) -> str | None:
+    """Why this backend does not serve a loop, in one sentence; None if it does."""
+    cell, stream = loop.settings.cell, loop.stream
     if type(cell) is not LSTM:
         return f"{type(cell).__name__} is not the plain LSTM."
     gate = cell.gate
@@ -34,15 +33,16 @@ def unsupported(request: Request) -> str | None:
         return "cuDNN's LSTM has a forget and a free input gate and no other."
     if gate.activation != "sigmoid" or (cell.activation, cell.output_activation) != (jnp.tanh,) * 2:
         return "cuDNN's LSTM has sigmoid gates and tanh elsewhere."
-    if request.carry_fns:
+    if loop.carry_fns:
         return "cuDNN lets nothing act on the carry between two steps."
     if stream.valid is not None or stream.resets is not None:
         return "cuDNN takes no masks and no resets."
-    if request.keep_carries:
+    if loop.settings.keep_carries:
         return "cuDNN returns the last c alone, not all carries."
-    if jnp.ndim(request.xs) != 3:
-        return f"inputs must be [T, B, D], got shape {jnp.shape(request.xs)}."
-    arrays = jax.tree.leaves((request.params, request.xs, request.carry))
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(loop.xs)]
+    if len(shapes) != 1 or len(shapes[0]) != 3:
+        return f"inputs must be [T, B, D], got shape {', '.join(map(str, shapes))}."
+    arrays = jax.tree.leaves((loop.params, loop.xs, loop.carry))
     dtypes = {jnp.dtype(a.dtype) for a in arrays} | {jnp.dtype(cell.dtype or jnp.float32)}
     if dtypes != {jnp.dtype(jnp.float32)}:
         return f"cuDNN's LSTM is float32, got {', '.join(sorted(d.name for d in dtypes))}."
@@ -57,28 +57,19 @@ def _has_cuda() -> bool:
     return "cuda" in jax.devices()[0].client.platform_version.lower()
 
 
-def chunk(request: Request) -> int | None:
+def chunk(loop: Loop) -> int | None:
     """The steps per rematerialised chunk that this backend wants: none."""
-    del request
+    del loop
     return None
 
 
-def segment(
-    settings: Settings,
-    params: Params,
-    xs: jax.Array,
-    carry: LSTMState,
-    fresh: Carry,
-    carry_fns: tuple[CarryFn, ...],
-    stream: Stream,
-    keep_carries: bool,
-) -> Segment:
+def segment(loop: Loop) -> Segment:
     """A stretch of time; same contract as ``scan_segment``."""
-    del fresh, carry_fns, stream, keep_carries  # see unsupported
-    assert isinstance(settings.cell, LSTM)
-    xs = jnp.flip(xs, 0) if settings.reverse else xs
-    ys, h, c = _lstm(pack(settings.cell, params), xs, carry.h, carry.c)
-    ys = jnp.flip(ys, 0) if settings.reverse else ys
+    cell, carry, reverse = loop.settings.cell, loop.carry, loop.settings.reverse
+    assert isinstance(cell, LSTM)
+    xs = jnp.flip(loop.xs, 0) if reverse else loop.xs
+    ys, h, c = _lstm(pack(cell, loop.params), xs, carry.h, carry.c)
+    ys = jnp.flip(ys, 0) if reverse else ys
     return Segment(LSTMState(c, h), ys, None)
 
 

@@ -1,11 +1,17 @@
-"""A hand-written backward pass for cells that name their recurrent products.
+"""A hand-written backward pass for cells that declare their recurrent products.
 
-The forward loop keeps each carry and each pre-activation once; in chunks of its own choice one of
-the two, and forms the other again: pre-activations all at once, carries without a product. The
-backward loop replays a step from them without computing a recurrent product again, and hands out
-the cotangents of the pre-activations; the weights' gradients are formed after it, one product over
-all steps. A step that is detached for the whole batch skips its products in the backward loop,
-but on a GPU.
+What is kept of a step, and what is formed again, depends on whether time is taken in chunks:
+
+- In one piece: each carry and each pre-activation is kept once.
+- In chunks of this backend's choice, carries are kept and pre-activations formed again, all at once
+  and in cache (``_replay``); for a large F it is the other way round, pre-activations are kept and
+  carries formed again without a product (``_rebuild``).
+- In chunks that the caller asked for (``remat``), neither is kept.
+
+The backward loop replays a step from both without computing a recurrent product again, and hands
+out the cotangents of the pre-activations; the weights' gradients are formed after it, one product
+over all steps. A step that is detached for the whole batch skips its products in the backward
+loop, but on a GPU.
 
 Where fields only accumulate (GATO's s) the loop runs the other fields alone. The increments
 of a whole chunk are then computed at once, outside the loop, and accumulated. Chunks are
@@ -14,81 +20,71 @@ rematerialised by the driver, so that the [T, B, k * J] activations are never al
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from recurrent_gates.backends import two_layer
-from recurrent_gates.backends.accumulation import (
-    CarryFns,
+from recurrent_gates.backends.shared import two_layer
+from recurrent_gates.backends.shared.accumulation import (
+    feeding,
     joined,
-    only,
-    part,
     read_by_increments,
     shifted,
-    sum_step,
-    without,
+    summing,
+    unnamed_field,
 )
-from recurrent_gates.backends.products import (
+from recurrent_gates.backends.shared.products import (
+    Moment,
     Residuals,
     add,
+    apart,
+    declared,
     gradients,
     merged_products,
+    product_loop,
     recorded_step,
     residuals,
     step_gradients,
     step_product,
 )
-from recurrent_gates.backends.rows import flat, on_one_cpu, unflat
-from recurrent_gates.base import Carry, Cell, Params, Slots
+from recurrent_gates.backends.shared.rows import flat, on_one_cpu, unflat
 from recurrent_gates.carry import get_field
+from recurrent_gates.declared import Carry, Slots, Weights, inputs_dtype, recurrent_weights
 from recurrent_gates.gato import GATO
-from recurrent_gates.scan import (
-    Request,
-    Segment,
-    Settings,
-    Stream,
-    advance,
-    kept,
-    masked_output,
-)
-from recurrent_gates.shapes import is_symbolic
+from recurrent_gates.scan import Loop, Segment, Stream, kept, with_zeros
 
 _CACHE_BYTES = 2**20  # of projections in a chunk, on a CPU
 _CHUNK_BYTES = 2**26  # the same elsewhere
 _REPLAYED = 300  # the largest F that is formed again: on a CPU 256 gains, 512 loses
 
 
-def unsupported(request: Request) -> str | None:
-    """Why this backend does not serve a request, in one sentence; None if it does."""
-    cell = request.settings.cell
-    if cell.recurrent_weights(request.params) is None:
-        return f"{type(cell).__name__} with these settings does not name its recurrent products."
-    for fn in request.carry_fns:
-        get_field(request.carry, fn.field)  # an unknown field is an error under any backend
-        if cell.accumulated and not isinstance(fn.field, str):
-            return "a carry function must name its field where fields accumulate."
-    return None
+def unsupported(loop: Loop) -> str | None:
+    """Why this backend does not serve a loop, in one sentence; None if it does."""
+    cell = loop.settings.cell
+    if cell.products is None:
+        return f"{type(cell).__name__} with these settings does not declare recurrent products."
+    for fn in loop.carry_fns:
+        get_field(loop.carry, fn.field)  # an unknown field is an error under any backend
+    return unnamed_field(loop)
 
 
-def chunk(request: Request) -> int | None:
+def chunk(loop: Loop) -> int | None:
     """The steps per rematerialised chunk that this backend wants, or None for no chunks.
 
-    On a CPU what a chunk computes should stay in a core's cache, since touching fresh memory
+    On a CPU what a chunk computes should stay in a core's cache, since touching reset_carry memory
     costs more than the arithmetic, but outweigh the weights' gradients, which each chunk adds to
     the sum of the others. Elsewhere only the increments of accumulated fields, far larger
     than their sums, are not to be alive for all steps.
     """
-    cell, steps = request.settings.cell, jax.tree.leaves(request.xs)[0].shape[0]
+    cell, steps = loop.settings.cell, loop.steps
     cpu = jax.default_backend() == "cpu"
-    if not (cpu or cell.accumulated) or not steps or is_symbolic(request.xs):
+    if not (cpu or cell.sums) or loop.symbolic or not steps:
         return None
-    weights = cell.recurrent_weights(request.params)
-    z = jax.eval_shape(cell.project, request.params, request.xs)
-    if two_layer.serves(cell, request.params, request.xs, request.carry):
-        z = cell.loop_input(z)  # what increments read is never formed
+    weights = recurrent_weights(declared(cell), loop.params)
+    z = jax.eval_shape(cell.project, loop.params, loop.xs)
+    if two_layer.serves(loop):
+        z = declared(cell).inputs(z)  # what increments read is never formed
     whole = _bytes(z)
     budget = max(_CACHE_BYTES, 2 * _bytes(weights)) if cpu else _CHUNK_BYTES
     most = max(2, steps * budget // max(whole, 1))
@@ -102,211 +98,149 @@ def _bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def segment(
-    settings: Settings,
-    params: Params,
-    xs: Any,
-    carry: Carry,
-    fresh: Carry,
-    carry_fns: CarryFns,
-    stream: Stream,
-    keep_carries: bool,
-) -> Segment:
+def segment(loop: Loop) -> Segment:
     """A stretch of time; same contract as ``scan_segment``."""
-    cell = settings.cell
-    z = _project(cell, params, xs)
-    weights = cell.recurrent_weights(params)
-    z_loop = cell.loop_input(z)
-    if not cell.accumulated:
-        last, carries = _recurrence(settings, weights, z_loop, carry, fresh, carry_fns, stream)
+    settings = loop.settings
+    z = _project(loop)
+    if settings.cell.sums is None:
+        last, carries = _recurrence(product_loop(loop, z))
     else:
-        loop_fns, loop_stream = part(cell, carry_fns, stream, accumulated=False)
-        _, looped = _recurrence(
-            settings,
-            weights,
-            z_loop,
-            without(cell, carry),
-            without(cell, fresh),
-            loop_fns,
-            loop_stream,
-        )
-        start = (carry, fresh, carry_fns, stream)
-        last, carries = _accumulate(settings, params, xs, z, *start, looped)
-    ys = masked_output(stream.valid, cell.emit(params, carries, z))
-    return Segment(last, ys, carries if keep_carries else None)
+        _, looped = _recurrence(product_loop(feeding(loop), z))
+        last, carries = _accumulate(loop, z, looped)
+    ys = with_zeros(loop.stream.valid, settings.cell.emit(loop.params, carries, z))
+    return Segment(last, ys, carries if settings.keep_carries else None)
 
 
-def _project(cell: Cell, params: Params, xs: Any) -> Any:
+def _project(loop: Loop) -> Any:
     """``cell.project``, where that is fast of all rows at once."""
+    cell = loop.settings.cell
     if not on_one_cpu():
-        return cell.project(params, xs)
-    lead = jax.tree.leaves(xs)[0].shape[:-1]
-    return unflat(cell.project(params, jax.tree.map(lambda x: flat(x, len(lead)), xs)), lead)
+        return cell.project(loop.params, loop.xs)
+    axes = loop.lead
+    rows = jax.tree.map(lambda x: flat(x, len(axes)), loop.xs)
+    return unflat(cell.project(loop.params, rows), axes)
 
 
-# The loop over the fields that feed back.
+# The loop over the fields that feed back: a product loop.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recurrence(
-    settings: Settings,
-    weights: Params,
-    z: Slots,
-    carry: Carry,
-    fresh: Carry,
-    carry_fns: CarryFns,
-    stream: Stream,
-) -> tuple[Carry, Carry]:
-    """The carries of all steps, and the last one."""
-    (last, carries), _ = _forward(settings, weights, z, carry, fresh, carry_fns, stream)
+@jax.custom_vjp
+def _recurrence(loop: Loop) -> tuple[Carry, Carry]:
+    """The last carry, and those of all steps."""
+    last, carries, _ = _run(loop)
     return last, carries
 
 
-def _forward(
-    settings: Settings,
-    weights: Params,
-    z: Slots,
-    carry: Carry,
-    fresh: Carry,
-    carry_fns: CarryFns,
-    stream: Stream,
-) -> tuple[tuple[Carry, Carry], Any]:
-    cell = settings.cell
-
-    merged = merged_products(cell, weights, carry, z, next(iter(z.values())).dtype)
+def _run(loop: Loop) -> tuple[Carry, Carry, Slots]:
+    """The last carry, the carries of all steps, and their pre-activations by slot."""
+    settings = loop.settings
+    merged = merged_products(loop, inputs_dtype(loop.xs))
 
     def body(c: Carry, inputs: tuple[Slots, Stream]) -> tuple[Carry, Any]:
         z_t, stream_t = inputs
-        product = step_product(cell, weights, merged)
-        c, pre = recorded_step(cell, product, z_t, c, fresh, carry_fns, stream_t)
+        c, pre = recorded_step(loop, step_product(loop.params, merged), z_t, c, stream_t)
         return c, (c, pre)
 
     last, (carries, pre) = jax.lax.scan(
-        body, carry, (z, stream), reverse=settings.reverse, unroll=settings.unroll
+        body, loop.carry, (loop.xs, loop.stream), reverse=settings.reverse, unroll=settings.unroll
     )
+    return last, carries, pre
+
+
+def _forward(loop: Loop) -> tuple[tuple[Carry, Carry], Any]:
+    last, carries, pre = _run(loop)
     carries = kept(carries)  # though not if they are formed again and nothing else reads them
-    read = carries
-    inputs = (weights, z, carry, fresh, carry_fns, stream)
-    if settings.keep and _replays(weights):
-        pre = _replay(settings, *inputs, carries)
-    elif settings.keep:
+    read = carries  # by the backward loop
+    if loop.settings.keep and _replays(loop.params):
+        pre = _replay(loop, carries)
+    elif loop.settings.keep:
         pre = kept(pre)
-        read = _rebuild(cell, z, carry, fresh, carry_fns, stream, pre, reverse=settings.reverse)
+        read = _rebuild(loop, pre)
     # The backward loop's products are with the transposes: a CPU's take half as long again where
     # each of them transposes by itself. They are kept, or each chunk would transpose again.
     # XLA folds the second transpose into the product.
-    transposed = kept(jax.tree.map(_transposed, weights))
-    return (last, carries), (residuals(cell, *inputs, read, pre), transposed)
+    transposed = kept(jax.tree.map(_transposed, loop.params))
+    return (last, carries), (residuals(loop, read, pre), transposed)
 
 
-def _replays(weights: Params) -> bool:
+def _replays(weights: Weights) -> bool:
     """Whether a chunk keeps its carries and forms the products again, or the other way round.
 
     All products of a chunk at once take F multiply-adds a number, in cache; a number that is
     kept is written to fresh memory and read back, and there are more pre-activations than
     carries.
     """
-    return all(leaf.ndim < 2 or leaf.shape[0] <= _REPLAYED for leaf in jax.tree.leaves(weights))
+    return all(matrix.shape[0] <= _REPLAYED for matrix in weights.matrices.values())
 
 
-def _rebuild(
-    cell: Cell,
-    z: Slots,
-    carry: Carry,
-    fresh: Carry,
-    carry_fns: CarryFns,
-    stream: Stream,
-    pre: Slots,
-    *,
-    reverse: bool,
-) -> Carry:
+def _rebuild(loop: Loop, pre: Slots) -> Carry:
     """The carries of all steps from their pre-activations, without a product."""
+    update = declared(loop.settings.cell).update
 
     def body(c: Carry, inputs: Any) -> tuple[Carry, Carry]:
         pre_t, apart_t, stream_t = inputs
 
-        def update(read: Carry) -> Carry:
-            return cell.update(read, apart_t, lambda slot, x: pre_t[slot])
+        def step(read: Carry) -> Carry:
+            return update(read, apart_t, lambda slot, x: pre_t[slot])
 
-        c = advance(update, c, fresh, carry_fns, stream_t)
+        c = loop.advance(step, c, stream_t)
         return c, c
 
-    apart = {slot: z[slot] for slot in cell.separate}
-    return jax.lax.scan(body, carry, (pre, apart, stream), reverse=reverse)[1]
+    inputs = (pre, apart(loop), loop.stream)
+    return jax.lax.scan(body, loop.carry, inputs, reverse=loop.settings.reverse)[1]
 
 
-def _replay(
-    settings: Settings,
-    weights: Params,
-    z: Slots,
-    carry: Carry,
-    fresh: Carry,
-    carry_fns: CarryFns,
-    stream: Stream,
-    carries: Carry,
-) -> Slots:
+def _replay(loop: Loop, carries: Carry) -> Slots:
     """The pre-activations of all steps from their carries, one product for each slot."""
-    cell = settings.cell
 
     def step(prev: Carry, z_t: Slots, stream_t: Stream) -> Slots:
-        product = functools.partial(cell.product, weights)
-        return recorded_step(cell, product, z_t, prev, fresh, carry_fns, stream_t)[1]
+        return recorded_step(loop, step_product(loop.params), z_t, prev, stream_t)[1]
 
-    return jax.vmap(step)(shifted(carry, carries, settings.reverse), z, stream)
+    before = shifted(loop.carry, carries, loop.settings.reverse)
+    return jax.vmap(step)(before, loop.xs, loop.stream)
 
 
-def _backward(
-    settings: Settings, saved: tuple[Residuals, Params], cotangents: tuple[Carry, Carry]
-) -> tuple:
-    loop, transposed = saved
-    weights, carry, fresh, carry_fns, stream, carries, pre, apart, _ = loop
-    cell, dtype, reverse = settings.cell, loop.dtype, settings.reverse
+def _backward(saved: tuple[Residuals, Weights], cotangents: tuple[Carry, Carry]) -> tuple[Loop]:
+    residual, transposed = saved
+    loop, carries = residual.loop, residual.carries
     d_last, d_carries = cotangents
-    merged = merged_products(cell, weights, carry, apart, dtype)
-    steps = jax.tree.leaves(carries)[0].shape[0]
-    first, towards_first = (steps - 1, 1) if reverse else (0, -1)
-
-    def previous(t: jax.Array) -> Carry:
-        at = jnp.clip(t + towards_first, 0, steps - 1)
-        return jax.tree.map(
-            lambda all_, start: jnp.where(
-                t == first, start, jax.lax.dynamic_index_in_dim(all_, at, keepdims=False)
-            ),
-            carries,
-            carry,
-        )
+    merged = merged_products(loop, residual.dtype)
 
     def body(state: tuple[Carry, Carry], inputs: Any) -> tuple[tuple[Carry, Carry], Any]:
-        d_carry, d_fresh = state
+        d_carry, d_reset = state
         t, pre_t, apart_t, stream_t, d_here = inputs
-        product = step_product(cell, jax.tree.map(_transposed, transposed), merged)
-        d_prev, d_fresh_t, d_pre, d_apart = step_gradients(
-            cell,
-            weights,
-            product,
-            dtype,
-            previous(t),
-            fresh,
-            pre_t,
-            apart_t,
-            carry_fns,
-            stream_t,
-            add(d_carry, d_here),
-            skip=_skips(),
-        )
-        if stream.resets is not None:
-            d_fresh = add(d_fresh, d_fresh_t)
-        return (d_prev, d_fresh), (d_pre, d_apart)
+        product = step_product(jax.tree.map(_transposed, transposed), merged)
+        moment = Moment(_previous(loop, carries, t), pre_t, apart_t, stream_t)
+        d_new = add(d_carry, d_here)
+        d = step_gradients(loop, product, residual.dtype, moment, d_new, skip=_skips())
+        if loop.stream.resets is not None:
+            d_reset = add(d_reset, d.reset_carry)
+        return (d.prev, d_reset), (d.pre, d.apart)
 
-    start = (d_last, jax.tree.map(jnp.zeros_like, fresh))
-    sequence = (jnp.arange(steps), pre, apart, stream, d_carries)
-    (d_carry, d_fresh), (d_pre, d_apart) = jax.lax.scan(
-        body, start, sequence, reverse=not reverse, unroll=settings.unroll
+    steps = jax.tree.leaves(carries)[0].shape[0]
+    start = (d_last, jax.tree.map(jnp.zeros_like, loop.reset_carry))
+    sequence = (jnp.arange(steps), residual.pre, loop.xs, loop.stream, d_carries)
+    reverse, unroll = loop.settings.reverse, loop.settings.unroll
+    (d_carry, d_reset), (d_pre, d_apart) = jax.lax.scan(
+        body, start, sequence, reverse=not reverse, unroll=unroll
     )
+    d_weights, d_inputs = gradients(residual, shifted(loop.carry, carries, reverse), d_pre, d_apart)
+    d_loop = loop.replace(params=d_weights, xs=d_inputs, carry=d_carry, reset_carry=d_reset)
+    return (d_loop.replace(carry_fns=None, stream=None),)
 
-    before = shifted(carry, carries, reverse)
-    d_weights, d_z = gradients(cell, loop, before, d_pre, d_apart)
-    return d_weights, d_z, d_carry, d_fresh, None, None
+
+def _previous(loop: Loop, carries: Carry, t: jax.Array) -> Carry:
+    """The carry before step t, from where it lies."""
+    steps = jax.tree.leaves(carries)[0].shape[0]
+    first, towards_first = (steps - 1, 1) if loop.settings.reverse else (0, -1)
+    at = jnp.clip(t + towards_first, 0, steps - 1)
+    return jax.tree.map(
+        lambda all_, start: jnp.where(
+            t == first, start, jax.lax.dynamic_index_in_dim(all_, at, keepdims=False)
+        ),
+        carries,
+        loop.carry,
+    )
 
 
 def _skips() -> bool:
@@ -327,39 +261,28 @@ _recurrence.defvjp(_forward, _backward)
 # Fields that only accumulate.
 
 
-def _accumulate(
-    settings: Settings,
-    params: Params,
-    xs: Any,
-    z: Any,
-    carry: Carry,
-    fresh: Carry,
-    carry_fns: CarryFns,
-    stream: Stream,
-    looped: Carry,
-) -> tuple[Carry, Carry]:
-    """Takes the accumulated fields through all steps, given the other fields."""
-    cell = settings.cell
-    loop_fns, loop_stream = part(cell, carry_fns, stream, accumulated=False)
-    sum_fns, sum_stream = part(cell, carry_fns, stream, accumulated=True)
-    before = read_by_increments(cell, carry, fresh, loop_fns, loop_stream, looped, settings.reverse)
-    if two_layer.serves(cell, params, xs, carry):
+def _accumulate(loop: Loop, z: Any, looped: Carry) -> tuple[Carry, Carry]:
+    """The last carry and those of all steps, from the fields that feed back."""
+    settings, cell = loop.settings, loop.settings.cell
+    assert cell.sums is not None
+    before = read_by_increments(feeding(loop), looped)
+    if two_layer.serves(loop):
         assert isinstance(cell, GATO)
-        added = {"s": two_layer.increment(params["g"], before.r, xs, cell.dtype)}
+        added: Slots = {"s": two_layer.increment(loop.params["g"], before.r, loop.xs, cell.dtype)}
     else:
-        added = cell.increment(params, before, z)
+        added = cell.sums.increment(loop.params, before, z)
+    sums = summing(loop, added)
 
     def body(total: Carry, inputs: Any) -> tuple[Carry, Carry]:
         added_t, stream_t = inputs
-        total = advance(
-            lambda c: sum_step(cell, c, added_t), total, only(cell, fresh), sum_fns, stream_t
-        )
+        step = sums.settings.cell.step
+        total = sums.advance(lambda c: step({}, c, added_t), total, stream_t)
         return total, total
 
     last, totals = jax.lax.scan(
         body,
-        only(cell, carry),
-        (added, sum_stream),
+        sums.carry,
+        (sums.xs, sums.stream),
         reverse=settings.reverse,
         unroll=settings.unroll,
     )

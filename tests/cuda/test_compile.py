@@ -18,7 +18,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 from jaxlib import xla_client
 
 import recurrent_gates as rg
-from recurrent_gates.backends import newton
+from recurrent_gates.backends.newton import backend as newton
 
 # An H100, as its data sheet describes it: what the compiler wants to know of a chip.
 H100 = """

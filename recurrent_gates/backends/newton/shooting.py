@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from recurrent_gates.backends.blocks import (
+from recurrent_gates.backends.newton.blocks import (
     Step,
     Tree,
     follow,
@@ -97,71 +97,110 @@ def solve(
       (last value, all values ``[T, ...]``, ``Report``).
     """
     blocks, rest = split(start, inputs, reverse)
-    count, length = jax.tree.leaves(blocks)[0].shape[:2]
-    if count == 0:
-        last, states = in_sequence(step, start, rest, reverse, unroll)
-        none = jnp.zeros((0,), bool)
-        gaps = jnp.zeros((0,), jax.tree.leaves(start)[0].dtype)
-        return last, states, Report(jnp.asarray(0), gaps, none, none)
-    shoot = functools.partial(shoot_all, step, reverse=reverse, unroll=unroll)
-
-    warm_up = min(WARM_UP, length)
-    before_end = slice(None, warm_up) if reverse else slice(length - warm_up, None)
-    guess = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), start)
-    ends, _, _ = shoot(guess, None, jax.tree.map(lambda x: x[:, before_end], blocks))
-    starts = follow(start, ends)
-    # The first correction takes every slope as 0, so that the first pass need not have them.
-    slopes = jax.tree.map(jnp.zeros_like, starts)
-    ends, _, states = shoot(starts, None, blocks)
-    gaps = _gaps(starts, ends)
-
-    def go_on(state: Any) -> jax.Array:
-        passes, gaps = state[0], state[1]
-        return (passes < PASSES) & jnp.any(gaps > _tolerance(gaps))
-
-    def correct(state: Any) -> Any:
-        passes, _, damped, starts, ends, slopes, _ = state
-        if linear:
-            starts = _newton(starts, ends, slopes)
-        else:
-            damp = passes > PLAIN
-            clipped = jax.tree.map(lambda d: jnp.where(damp, jnp.clip(d, -1, 1), d), slopes)
-            damped = damped | _any_differs(clipped, slopes)
-            new = _newton(starts, ends, clipped)
-            search = functools.partial(_search, shoot, starts, ends, blocks)
-            starts = if_so(passes == PLAIN, lambda _: search(), new)
-        ones = jax.tree.map(jnp.ones_like, starts)
-        ends, slopes, states = shoot(starts, ones, blocks)
-        gaps = _gaps(starts, ends)
-        return passes + 1, gaps, damped, starts, ends, slopes, states
-
-    none = jnp.zeros((count,), bool)
-    passes, gaps, damped, starts, ends, _, states = jax.lax.while_loop(
-        go_on, correct, (jnp.asarray(1), gaps, none, starts, ends, slopes, states)
+    if jax.tree.leaves(blocks)[0].shape[0] == 0:
+        return _unsolved(start, *in_sequence(step, start, rest, reverse, unroll))
+    problem = _Problem(step, blocks, reverse, unroll)
+    shot = problem.first_shot(start)
+    shot = jax.lax.while_loop(
+        lambda shot: (shot.passes < PASSES) & jnp.any(_misses(shot)),
+        functools.partial(problem.corrected, linear=linear),
+        shot,
     )
+    shot = jax.lax.while_loop(lambda shot: jnp.any(_misses(shot)), problem.run_again, shot)
+    last, values = join(step, shot.ends, shot.values, rest, reverse, unroll)
+    return last, values, Report(shot.passes, shot.gaps, shot.damped, shot.fell_back)
 
-    def unfit(state: Any) -> jax.Array:
-        return jnp.any(state[0] > _tolerance(gaps))
 
-    def run_again(state: Any) -> Any:
-        gaps, fell_back, starts, ends, states = state
-        n = jnp.argmax(gaps > _tolerance(gaps))  # never 0: the first block's start is given
-        at = count - 1 - n if reverse else n
-        first = jax.tree.map(lambda x: x[n - 1], ends)
-        block = jax.tree.map(lambda x: x[at], blocks)
-        end, inside = in_sequence(step, first, block, reverse, unroll)
+def _unsolved(start: Tree, last: Tree, values: Tree) -> tuple[Tree, Tree, Report]:
+    """The result of a run in sequence, where there are no blocks to report of."""
+    none = jnp.zeros((0,), bool)
+    gaps = jnp.zeros((0,), jax.tree.leaves(start)[0].dtype)
+    return last, values, Report(jnp.asarray(0), gaps, none, none)
+
+
+class _Shot(NamedTuple):
+    """All blocks, run from their starts. Starts, ends and slopes ``[N, ...]``, and all that is by
+    block alone, are in the order of the recurrence; values ``[N, L, ...]`` in that of time."""
+
+    passes: jax.Array
+    gaps: jax.Array
+    damped: jax.Array
+    fell_back: jax.Array
+    starts: Tree
+    ends: Tree
+    slopes: Tree
+    values: Tree
+
+
+def _misses(shot: _Shot) -> jax.Array:
+    """Which blocks do not start where the one before them ends, ``[N]``."""
+    return shot.gaps > ROUNDINGS * jnp.finfo(shot.gaps.dtype).eps
+
+
+class _Problem(NamedTuple):
+    """A recurrence over blocks of time, whose starts are the unknowns."""
+
+    step: Step
+    blocks: Tree
+    reverse: bool
+    unroll: int
+
+    def shoot(self, starts: Tree, slopes: Tree | None, blocks: Tree) -> Any:
+        """One pass over blocks, or parts of them: (ends, slopes, values)."""
+        return shoot_all(
+            self.step, starts, slopes, blocks, reverse=self.reverse, unroll=self.unroll
+        )
+
+    def first_shot(self, start: Tree) -> _Shot:
+        """The pass from the first guess: where ``WARM_UP`` steps before a block lead to."""
+        count, length = jax.tree.leaves(self.blocks)[0].shape[:2]
+        warm_up = min(WARM_UP, length)
+        before_end = slice(None, warm_up) if self.reverse else slice(length - warm_up, None)
+        guess = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), start)
+        before = jax.tree.map(lambda x: x[:, before_end], self.blocks)
+        starts = follow(start, self.shoot(guess, None, before)[0])
+        # The first correction takes every slope as 0, so that the first pass need not have them.
+        slopes = jax.tree.map(jnp.zeros_like, starts)
+        ends, _, values = self.shoot(starts, None, self.blocks)
+        none = jnp.zeros((count,), bool)
+        one = jnp.asarray(1)
+        return _Shot(one, _gaps(starts, ends), none, none, starts, ends, slopes, values)
+
+    def corrected(self, shot: _Shot, *, linear: bool) -> _Shot:
+        """The pass from better starts: Newton's, or those of a search, once, where it fails."""
+        starts, ends, damped = shot.starts, shot.ends, shot.damped
+        if linear:
+            starts = _newton(starts, ends, shot.slopes)
+        else:
+            damp = shot.passes > PLAIN
+            slopes = jax.tree.map(lambda d: jnp.where(damp, jnp.clip(d, -1, 1), d), shot.slopes)
+            damped = damped | _any_differs(slopes, shot.slopes)
+            new = _newton(starts, ends, slopes)
+            search = functools.partial(_search, self.shoot, starts, ends, self.blocks)
+            starts = if_so(shot.passes == PLAIN, lambda _: search(), new)
+        ones = jax.tree.map(jnp.ones_like, starts)
+        ends, slopes, values = self.shoot(starts, ones, self.blocks)
+        gaps = _gaps(starts, ends)
+        return _Shot(shot.passes + 1, gaps, damped, shot.fell_back, starts, ends, slopes, values)
+
+    def run_again(self, shot: _Shot) -> _Shot:
+        """The first block that misses, run in sequence from where the one before it ends."""
+        n = jnp.argmax(_misses(shot))  # never 0: the first block's start is given
+        at = len(shot.gaps) - 1 - n if self.reverse else n
+        first = jax.tree.map(lambda x: x[n - 1], shot.ends)
+        block = jax.tree.map(lambda x: x[at], self.blocks)
+        end, inside = in_sequence(self.step, first, block, self.reverse, self.unroll)
         starts, ends = (
             jax.tree.map(lambda all_, one: all_.at[n].set(one), many, one)
-            for many, one in ((starts, first), (ends, end))
+            for many, one in ((shot.starts, first), (shot.ends, end))
         )
-        states = jax.tree.map(lambda all_, one: all_.at[at].set(one), states, inside)
-        return _gaps(starts, ends), fell_back.at[n].set(True), starts, ends, states
-
-    _, fell_back, _, ends, states = jax.lax.while_loop(
-        unfit, run_again, (gaps, none, starts, ends, states)
-    )
-    last, states = join(step, ends, states, rest, reverse, unroll)
-    return last, states, Report(passes, gaps, damped, fell_back)
+        return shot._replace(
+            gaps=_gaps(starts, ends),
+            fell_back=shot.fell_back.at[n].set(True),
+            starts=starts,
+            ends=ends,
+            values=jax.tree.map(lambda all_, one: all_.at[at].set(one), shot.values, inside),
+        )
 
 
 def add_up(
@@ -258,10 +297,6 @@ def _search(shoot: Any, starts: Tree, ends: Tree, blocks: Tree) -> Tree:
         return jnp.concatenate([start[:1], found])
 
     return jax.tree.map(choose, starts, ends, candidates, reached)
-
-
-def _tolerance(gaps: jax.Array) -> Any:
-    return ROUNDINGS * jnp.finfo(gaps.dtype).eps
 
 
 def _scale(ends: Tree) -> Tree:

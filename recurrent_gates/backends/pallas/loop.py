@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as pltriton
 
-from recurrent_gates.backends.pallas_body import in_kernel
+from recurrent_gates.backends.pallas.body import in_kernel
 
 ON_CHIP = 12 * 2**20
 """Bytes of VMEM that the blocks of a kernel may take: what Mosaic grants by default (16 MB) less
@@ -133,14 +133,111 @@ def _call(
     reverse: bool,
     elementwise: bool,
 ) -> tuple[Any, Any]:
-    steps = next(a for a in jax.tree.leaves(xs)).shape[0]
-    batch = jax.tree.leaves(carry)[0].shape[0]
+    """The kernel of one platform: a plan of its blocks, and the loop inside of one of them."""
+    steps = jax.tree.leaves(xs)[0].shape[0]
     x_t = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), xs)
     y_t = jax.eval_shape(body, shared, rows, carry, x_t)[1]
     ys = jax.tree.map(lambda a: jax.ShapeDtypeStruct((steps, *a.shape), a.dtype), y_t)
-    out = (jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), carry), ys)
+    last = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), carry)
 
-    width = jax.tree.leaves(carry)[0].shape[1]
+    ins, out = (shared, rows, carry, xs), (last, ys)
+    plan = _plan(platform, ins, ys, reverse=reverse, elementwise=elementwise)
+    shared = jax.tree.map(lambda a: a if a.ndim == 2 else a.reshape(1), shared)
+    ins = (shared, rows, carry, xs)
+    specs = (
+        jax.tree.map(plan.shared, shared),
+        jax.tree.map(plan.by_row, (rows, carry)),
+        jax.tree.map(plan.by_time, xs),
+    )
+    out_specs = (jax.tree.map(plan.by_row, last), jax.tree.map(plan.by_time, ys))
+    results = pl.pallas_call(
+        _kernel(plan, body, jax.tree.structure((ins, out))),
+        grid=plan.grid,
+        in_specs=jax.tree.leaves(specs),
+        out_specs=jax.tree.leaves(out_specs),
+        out_shape=jax.tree.leaves(out),
+        compiler_params=compiler_params(platform, 3, state=True, held=plan.held(shared)),
+        interpret=platform == "cpu",
+    )(*jax.tree.leaves(ins))
+    return jax.tree.unflatten(jax.tree.structure(out), results)
+
+
+class _Plan(NamedTuple):
+    """How a loop is cut into programs, on a grid of rows, units and time.
+
+    Attributes:
+      platform: of the kernel.
+      reverse: whether time runs backwards.
+      batch, width, steps: B, the columns of the carry, and T.
+      rows, units, chunk: how many of each a block has.
+      ahead: steps whose inputs are loaded at once.
+    """
+
+    platform: str
+    reverse: bool
+    batch: int
+    width: int
+    steps: int
+    rows: int
+    units: int
+    chunk: int
+    ahead: int
+
+    @property
+    def chunks(self) -> int:
+        """The blocks of time."""
+        return pl.cdiv(self.steps, self.chunk)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Programs by rows and by units; on the last axis time, which carries the state."""
+        return pl.cdiv(self.batch, self.rows), self.width // self.units, self.chunks
+
+    def at(self, i: Any) -> Any:
+        """The block of time of a grid step."""
+        return self.chunks - 1 - i if self.reverse else i
+
+    def wide(self, a: Any) -> int:
+        """The columns of an array's block: some units, or all there are."""
+        return self.units if a.shape[-1] == self.width else a.shape[-1]
+
+    def _column(self, a: Any, u: Any) -> Any:
+        return u if a.shape[-1] == self.width else 0
+
+    def _scalars(self) -> pl.BlockSpec:
+        """All of a vector of scalars, where the core can index it by a number."""
+        smem = self.platform == "tpu"
+        return pl.BlockSpec(memory_space=pltpu.SMEM) if smem else pl.BlockSpec()
+
+    def shared(self, a: Any) -> pl.BlockSpec:
+        """The block of what every row reads: ``[m, n]``, or one scalar."""
+        if a.ndim != 2:
+            return self._scalars()
+        return pl.BlockSpec((a.shape[0], self.wide(a)), lambda b, u, i: (0, self._column(a, u)))
+
+    def by_row(self, a: Any) -> pl.BlockSpec:
+        """The block of ``[B, width]``."""
+        return pl.BlockSpec((self.rows, self.wide(a)), lambda b, u, i: (b, self._column(a, u)))
+
+    def by_time(self, a: Any) -> pl.BlockSpec:
+        """The block of ``[T, B, width]``, or all scalars by step."""
+        if a.ndim == 1:
+            return self._scalars()
+        return pl.BlockSpec(
+            (self.chunk, self.rows, self.wide(a)),
+            lambda b, u, i: (self.at(i), b, self._column(a, u)),
+        )
+
+    def held(self, shared: Any) -> int:
+        """Bytes of matrices that a program holds."""
+        matrices = [a for a in jax.tree.leaves(shared) if a.ndim == 2]
+        return sum(a.shape[0] * self.wide(a) * a.dtype.itemsize for a in matrices)
+
+
+def _plan(platform: str, ins: Any, ys: Any, *, reverse: bool, elementwise: bool) -> _Plan:
+    shared, rows, carry, xs = ins
+    batch, width = jax.tree.leaves(carry)[0].shape
+    steps = jax.tree.leaves(xs)[0].shape[0]
     units, ahead = width, 1
     if platform == "cuda":
         block, chunk = _gpu_rows(shared), steps
@@ -148,43 +245,30 @@ def _call(
             units, ahead = math.gcd(width, GPU_UNITS), GPU_AHEAD
     else:
         block, chunk = _tpu_blocks(shared, (rows, carry, carry), (xs, ys), batch, steps)
-    chunks = pl.cdiv(steps, chunk)
+    return _Plan(platform, reverse, batch, width, steps, block, units, chunk, ahead)
 
-    def wide(a: Any) -> int:  # the columns of an array's block: some units, or all there are
-        return units if a.shape[-1] == width else a.shape[-1]
 
-    def column(a: Any, u: Any) -> Any:
-        return u if a.shape[-1] == width else 0
+def _kernel(plan: _Plan, body: Body, structure: Any) -> Callable[..., None]:
+    """What a program does with its blocks: the steps of one block of time, in a loop.
 
-    def at(i: Any) -> Any:  # the block of time of a grid step
-        return chunks - 1 - i if reverse else i
-
-    def fixed(a: Any) -> pl.BlockSpec:
-        if a.ndim == 2:
-            return pl.BlockSpec((a.shape[0], wide(a)), lambda b, u, i: (0, column(a, u)))
-        return _scalars(platform)
-
-    def by_row(a: Any) -> pl.BlockSpec:
-        return pl.BlockSpec((block, wide(a)), lambda b, u, i: (b, column(a, u)))
-
-    def by_time(a: Any) -> pl.BlockSpec:
-        if a.ndim == 1:
-            return _scalars(platform)
-        return pl.BlockSpec((chunk, block, wide(a)), lambda b, u, i: (at(i), b, column(a, u)))
+    The state lives in the block of the last carry, which stays where it is from one block of time
+    to the next; the first of them fills it.
+    """
+    steps, chunk, ahead = plan.steps, plan.chunk, plan.ahead
 
     def kernel(*refs: Any) -> None:
-        inputs, (last_ref, ys_ref) = jax.tree.unflatten(structure, refs)
-        shared_ref, rows_ref, carry_ref, xs_ref = inputs
-        i = at(pl.program_id(2))
+        (shared_ref, rows_ref, carry_ref, xs_ref), (last_ref, ys_ref) = jax.tree.unflatten(
+            structure, refs
+        )
+        i = plan.at(pl.program_id(2))
 
         @pl.when(pl.program_id(2) == 0)
         def _() -> None:
             jax.tree.map(_copy, last_ref, carry_ref)
 
-        shared_ = jax.tree.map(lambda ref: ref[...] if len(ref.shape) == 2 else ref[0], shared_ref)
-        rows_ = jax.tree.map(lambda ref: ref[...], rows_ref)
+        shared = jax.tree.map(lambda ref: ref[...] if len(ref.shape) == 2 else ref[0], shared_ref)
+        rows = jax.tree.map(lambda ref: ref[...], rows_ref)
         count = chunk if steps % chunk == 0 else jnp.minimum(chunk, steps - i * chunk)
-
         ready = in_kernel(body)
 
         def load(t: Any) -> Any:
@@ -194,9 +278,9 @@ def _call(
 
         def run(n: Any, carry: Any, some: int) -> Any:
             """Some steps from the n-th on; all their loads come before the first store."""
-            times = [count - 1 - n - k if reverse else n + k for k in range(some)]
+            times = [count - 1 - n - k if plan.reverse else n + k for k in range(some)]
             for t, x_t in [(t, load(t)) for t in times]:
-                carry, y_t = ready(shared_, rows_, carry, x_t)
+                carry, y_t = ready(shared, rows, carry, x_t)
                 jax.tree.map(functools.partial(_store, t), ys_ref, y_t)
             return carry
 
@@ -209,36 +293,11 @@ def _call(
             state = run(whole * ahead, state, rest)
         jax.tree.map(_set, last_ref, state)
 
-    shared = jax.tree.map(lambda a: a if a.ndim == 2 else a.reshape(1), shared)
-    ins = (shared, rows, carry, xs)
-    specs = (
-        jax.tree.map(fixed, shared),
-        jax.tree.map(by_row, rows),
-        jax.tree.map(by_row, carry),
-        jax.tree.map(by_time, xs),
-    )
-    structure = jax.tree.structure((ins, out))
-    matrices = [a for a in jax.tree.leaves(shared) if a.ndim == 2]
-    held = sum(a.shape[0] * wide(a) * a.dtype.itemsize for a in matrices)
-    results = pl.pallas_call(
-        kernel,
-        grid=(pl.cdiv(batch, block), width // units, chunks),
-        in_specs=jax.tree.leaves(specs),
-        out_specs=jax.tree.leaves((jax.tree.map(by_row, carry), jax.tree.map(by_time, ys))),
-        out_shape=jax.tree.leaves(out),
-        compiler_params=compiler_params(platform, 3, state=True, held=held),
-        interpret=platform == "cpu",
-    )(*jax.tree.leaves(ins))
-    return jax.tree.unflatten(jax.tree.structure(out), results)
+    return kernel
 
 
 def _gpu_rows(shared: Any) -> int:
     return GPU_ROWS if any(a.ndim == 2 and a.shape[0] > 1 for a in jax.tree.leaves(shared)) else 1
-
-
-def _scalars(platform: str) -> pl.BlockSpec:
-    """All of a vector of scalars, where the core can index it by a number."""
-    return pl.BlockSpec(memory_space=pltpu.SMEM) if platform == "tpu" else pl.BlockSpec()
 
 
 def _copy(to: Any, from_: Any) -> None:

@@ -7,6 +7,7 @@ hidden unit of all of them at a time. The backward kernel computes the hidden un
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -14,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from recurrent_gates.backends import two_layer
-from recurrent_gates.backends.pallas_loop import ON_CHIP, compiler_params, on_platform
-from recurrent_gates.base import Params
+from recurrent_gates.backends.pallas.loop import ON_CHIP, compiler_params, on_platform
+from recurrent_gates.backends.shared import two_layer
+from recurrent_gates.declared import Params
 
 MOST_FIRST_LAYER = 4096
 """The largest k times (padded) D that a kernel holds for a block of 128 units."""
@@ -112,38 +113,6 @@ def _backward_call(
     # once and each has its own, added up at the end.
     parts, in_turn = (blocks, 1) if platform == "cuda" else (1, blocks)
 
-    def kernel(
-        x_ref, r_ref, d_total_ref, first_ref, on_r_ref, out_ref,
-        d_x_ref, d_r_ref, d_first_ref, d_on_r_ref, d_out_ref,
-    ):  # fmt: skip
-        @pl.when(pl.program_id(2) == 0)
-        def _() -> None:
-            for ref in (d_first_ref, d_on_r_ref, d_out_ref):
-                ref[...] = jnp.zeros(ref.shape, ref.dtype)
-
-        def tile(n: Any, _: None) -> None:
-            at = pl.ds(n * TILE, TILE)
-            x, r, d_total = x_ref[at, :], r_ref[at, :], d_total_ref[at, :]
-
-            def unit(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-                d_x, d_r = sums
-                one = pl.ds(i, 1)
-                before = _dot(x, first_ref[i], 1, 0, r.dtype) + on_r_ref[one, :] * r
-                d_out_ref[0, one, :] += jnp.sum(
-                    d_total * jnp.maximum(before, 0), axis=0, keepdims=True
-                )
-                d_before = jnp.where(before > 0, d_total * out_ref[one, :], 0)
-                d_on_r_ref[0, one, :] += jnp.sum(d_before * r, axis=0, keepdims=True)
-                d_r = d_r + d_before * on_r_ref[one, :]
-                d_before = d_before.astype(x.dtype)
-                d_first_ref[0, i] += _dot(x, d_before, 0, 0, r.dtype)
-                return d_x + _dot(d_before, first_ref[i], 1, 1, r.dtype), d_r
-
-            zeros = (jnp.zeros(x.shape, r.dtype), jnp.zeros_like(r))
-            d_x_ref[0, at, :], d_r_ref[at, :] = jax.lax.fori_loop(0, hidden, unit, zeros)
-
-        jax.lax.fori_loop(0, rows // TILE, tile, None)
-
     def row(p: Any, n: Any) -> Any:
         return p * in_turn + n
 
@@ -152,7 +121,7 @@ def _backward_call(
     part = pl.BlockSpec((1, hidden, block), lambda p, u, n: (p, 0, u))
     sums = jax.ShapeDtypeStruct((parts, *out.shape), r.dtype)
     d_x, d_r, d_first, d_on_r, d_out = pl.pallas_call(
-        kernel,
+        functools.partial(_backward_kernel, hidden, rows),
         grid=(parts, unit_blocks, in_turn),
         in_specs=[
             pl.BlockSpec((rows, depth), lambda p, u, n: (row(p, n), 0)),
@@ -182,6 +151,38 @@ def _backward_call(
     d_x = d_x.sum(axis=0)[:count].astype(x.dtype)
     d_first, d_on_r, d_out = (a.sum(axis=0)[..., :units] for a in (d_first, d_on_r, d_out))
     return d_x, d_r[:count, :units], d_first.astype(first.dtype), d_on_r, d_out
+
+
+def _backward_kernel(hidden: int, rows: int, *refs: Any) -> None:
+    """A block of rows and units: its d_x and d_r, and what it adds to the weights' gradients."""
+    x_ref, r_ref, d_total_ref, first_ref, on_r_ref, out_ref, *d_refs = refs
+    d_x_ref, d_r_ref, d_first_ref, d_on_r_ref, d_out_ref = d_refs
+
+    @pl.when(pl.program_id(2) == 0)
+    def _() -> None:
+        for ref in (d_first_ref, d_on_r_ref, d_out_ref):
+            ref[...] = jnp.zeros(ref.shape, ref.dtype)
+
+    def tile(n: Any, _: None) -> None:
+        at = pl.ds(n * TILE, TILE)
+        x, r, d_total = x_ref[at, :], r_ref[at, :], d_total_ref[at, :]
+
+        def unit(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            d_x, d_r = sums
+            one = pl.ds(i, 1)
+            before = _dot(x, first_ref[i], 1, 0, r.dtype) + on_r_ref[one, :] * r
+            d_out_ref[0, one, :] += jnp.sum(d_total * jnp.maximum(before, 0), axis=0, keepdims=True)
+            d_before = jnp.where(before > 0, d_total * out_ref[one, :], 0)
+            d_on_r_ref[0, one, :] += jnp.sum(d_before * r, axis=0, keepdims=True)
+            d_r = d_r + d_before * on_r_ref[one, :]
+            d_before = d_before.astype(x.dtype)
+            d_first_ref[0, i] += _dot(x, d_before, 0, 0, r.dtype)
+            return d_x + _dot(d_before, first_ref[i], 1, 1, r.dtype), d_r
+
+        zeros = (jnp.zeros(x.shape, r.dtype), jnp.zeros_like(r))
+        d_x_ref[0, at, :], d_r_ref[at, :] = jax.lax.fori_loop(0, hidden, unit, zeros)
+
+    jax.lax.fori_loop(0, rows // TILE, tile, None)
 
 
 def _dot(a: jax.Array, b: jax.Array, over_a: int, over_b: int, dtype: Any) -> jax.Array:

@@ -24,10 +24,12 @@ import jax
 import jax.numpy as jnp
 
 from recurrent_gates import pointwise
-from recurrent_gates.backends.rows import on_one_cpu
-from recurrent_gates.base import Carry, Cell, Params
+from recurrent_gates.backends.shared.rows import on_one_cpu
+from recurrent_gates.base import Cell
+from recurrent_gates.declared import Params
 from recurrent_gates.gato import GATO, GATOState, TwoLayer
-from recurrent_gates.shapes import is_symbolic, lead
+from recurrent_gates.scan import Loop
+from recurrent_gates.shapes import lead
 
 _FEW = 6  # inputs; each sum forms p again, and at 7 that costs what it saves
 _SUMMED = 16  # rows in one sum; with 8 XLA's loop is not made of vector operations
@@ -42,13 +44,14 @@ def is_two_layer(cell: Cell) -> bool:
     return type(cell) is GATO and type(cell.g) is TwoLayer and cell.s_update != "zero"
 
 
-def serves(cell: Cell, params: Params, xs: Any, carry: Carry) -> bool:
+def serves(loop: Loop) -> bool:
     """Whether a cell's increments are faster by ``increment``: few inputs, on one CPU device."""
-    if not is_two_layer(cell) or not on_one_cpu() or is_symbolic(xs):
+    cell, xs = loop.settings.cell, loop.xs
+    if not is_two_layer(cell) or not on_one_cpu() or loop.symbolic:
         return False
-    assert isinstance(carry, GATOState)
-    dtype = cell.dtype or jnp.result_type(xs, params["g"]["kernel"]["s"])
-    return xs.shape[-1] < _FEW and jnp.dtype(dtype) == carry.r.dtype  # p is formed in one dtype
+    assert isinstance(loop.carry, GATOState)
+    dtype = cell.dtype or jnp.result_type(xs, loop.params["g"]["kernel"]["s"])
+    return xs.shape[-1] < _FEW and jnp.dtype(dtype) == loop.carry.r.dtype  # p is in one dtype
 
 
 def increment(

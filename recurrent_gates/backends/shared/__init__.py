@@ -1,0 +1,1 @@
+"""What several backends are made of."""

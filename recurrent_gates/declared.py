@@ -1,0 +1,208 @@
+"""What a cell may declare of its step for the sake of speed: its products, its sums.
+
+A step that is declared is cut where a faster backend wants it cut. ``Products`` are the matrix
+products of what feeds back, apart from the update made of them: their inputs and cotangents can be
+collected, and the weights' gradients formed outside the loop. ``Sums`` are fields that never feed
+back: they can leave the loop altogether.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from recurrent_gates.shapes import lead
+
+Params = Mapping[str, Any]
+Carry = Any
+Slots = Mapping[str, jax.Array]
+Product = Callable[[str, jax.Array], jax.Array]
+
+RULES = ("add", "replace", "zero")
+
+
+def _itself(z: Any) -> Any:
+    return z
+
+
+def _none(params: Params) -> Slots:
+    del params
+    return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """The recurrent products of a step by name (slot), and the update made of them.
+
+    ``update`` is handed ``product(slot, x)`` = U x + b + z: U is the slot's weight, b its bias and
+    z the input of that name, where there are such. Each slot is asked for at most once. An input
+    of another name is for ``update`` to read by itself.
+
+    Attributes:
+      weights: params -> {slot: U}. A matrix ``[F, width]`` is multiplied by; a vector ``[width]``
+        multiplies unit by unit, x ``[..., F]`` being repeated where width is a multiple of F.
+      update: (carry, inputs, product) -> the next carry; it reads no parameters but through
+        ``product``, and leaves summed fields as they are.
+      inputs: z -> {name: array ``[..., width]``}, what the loop reads of the projection; default:
+        z itself.
+      biases: params -> {slot: ``[width]``}, biases that belong to the products, not to z.
+    """
+
+    weights: Callable[[Params], Slots]
+    update: Callable[[Carry, Slots, Product], Carry]
+    inputs: Callable[[Any], Slots] = _itself
+    biases: Callable[[Params], Slots] = _none
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Fields of the carry that never feed back, and what is added to them.
+
+    Attributes:
+      fields: their names; the carry is a NamedTuple.
+      increment: (params, carry_tm1, z) -> {field: array}, pointwise in time; it reads no summed
+        field.
+      recur: (params, carry, z_t) -> the carry with the other fields one step on and the summed
+        ones as they are; it reads no summed field. None: it is made of the cell's ``products``.
+      rule: ``"add"``: the increment is added; ``"replace"``: it is the new value; ``"zero"``: the
+        new value is zero.
+      bound: (field, total) -> the total brought back into its range, a period for one, so that
+        bound(bound(a) + b) is bound(a + b); None: as it is.
+
+    Raises:
+      ValueError: if the rule is none of the three.
+    """
+
+    fields: tuple[str, ...]
+    increment: Callable[[Params, Carry, Any], Slots]
+    recur: Callable[[Params, Carry, Any], Carry] | None = None
+    rule: str = "add"
+    bound: Callable[[str, jax.Array], jax.Array] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise ValueError(f"The rule of Sums is {', '.join(RULES)}, not {self.rule!r}.")
+
+    def bounded(self, carry: Carry) -> Carry:
+        """A carry whose summed fields are brought back into their range."""
+        if self.bound is None:
+            return carry
+        totals = {field: self.bound(field, getattr(carry, field)) for field in self.fields}
+        return carry._replace(**totals)
+
+    def add(self, carry: Carry, added: Slots) -> Carry:
+        """The summed fields one step on, by their increments; the others as they are."""
+        old = {field: getattr(carry, field) for field in self.fields}
+        if self.rule == "zero":
+            return carry._replace(**jax.tree.map(jnp.zeros_like, old))
+        if self.rule == "replace":
+            return self.bounded(carry._replace(**{field: added[field] for field in old}))
+        return self.bounded(carry._replace(**{f: value + added[f] for f, value in old.items()}))
+
+
+# ---------------------------------------------------------------------------------------
+# Products of weights by slot
+# ---------------------------------------------------------------------------------------
+
+
+class Weights(NamedTuple):
+    """The weights of recurrent products: matrices and vectors by slot, and biases."""
+
+    matrices: Slots
+    vectors: Slots
+    biases: Slots
+
+
+def recurrent_weights(products: Products, params: Params) -> Weights:
+    """The declared weights by their kind.
+
+    Raises:
+      ValueError: if one is neither a matrix nor a vector.
+    """
+    weights = products.weights(params)
+    for slot, weight in weights.items():
+        if weight.ndim not in (1, 2):
+            raise ValueError(
+                f"A recurrent weight is a matrix [F, width] or a vector [width]; {slot!r} has "
+                f"shape {weight.shape}."
+            )
+    return Weights(
+        {slot: weight for slot, weight in weights.items() if weight.ndim == 2},
+        {slot: weight for slot, weight in weights.items() if weight.ndim == 1},
+        dict(products.biases(params)),
+    )
+
+
+def product_of(weights: Weights, slot: str, x: jax.Array, dtype: Any) -> jax.Array:
+    """A slot's recurrent product, its own bias included, without the input's part.
+
+    Args:
+      weights: of all slots; vectors and biases may be ``[1, width]``.
+      slot: which of them.
+      x: what it reads, ``[..., F]``.
+      dtype: that a matrix and x are multiplied in; a vector has the dtype of x.
+
+    Returns:
+      ``[..., width]``, float32 at least where x is.
+    """
+    if slot in weights.matrices:
+        return with_bias(weights, slot, matrix_product(x, weights.matrices[slot], dtype))
+    return with_bias(weights, slot, unit_product(x, weights.vectors[slot]))
+
+
+def with_bias(weights: Weights, slot: str, out: jax.Array) -> jax.Array:
+    """A product with the slot's own bias, where it has one."""
+    if slot in weights.biases:
+        out = out + lead(weights.biases[slot].astype(out.dtype), out)
+    return out
+
+
+def matrix_product(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
+    """x times a kernel in ``dtype``, summed in float32 at least."""
+    return jnp.matmul(
+        x.astype(dtype), kernel.astype(dtype), preferred_element_type=state_dtype(dtype)
+    )
+
+
+def unit_product(x: jax.Array, vector: jax.Array) -> jax.Array:
+    """A vector times x unit by unit, x being repeated to the vector's width."""
+    vector = vector.astype(x.dtype)
+    repeats = vector.shape[-1] // x.shape[-1]
+    if repeats > 1:
+        wide = jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], repeats, x.shape[-1]))
+        x = wide.reshape(*x.shape[:-1], vector.shape[-1])
+    return lead(vector, x) * x
+
+
+def state_dtype(dtype: Any) -> Any:
+    """The dtype of carries beside parameters or products of ``dtype``: float32 at least."""
+    return jnp.dtype(dtype) if jnp.dtype(dtype).itemsize > 4 else jnp.dtype(jnp.float32)
+
+
+def inputs_dtype(inputs: Slots) -> Any:
+    """The dtype of a loop's inputs, in which its matrix products are taken."""
+    return next(iter(inputs.values())).dtype
+
+
+def pre_activations(
+    product: Callable[[str, jax.Array, Any], jax.Array],
+    inputs: Slots,
+    separate: Sequence[str] = (),
+) -> Product:
+    """Joins products and inputs: (slot, x) -> product(slot, x, dtype) + inputs[slot].
+
+    The inputs of ``separate`` slots stay apart.
+    """
+    dtype = inputs_dtype(inputs)
+
+    def joined(slot: str, x: jax.Array) -> jax.Array:
+        out = product(slot, x, dtype)
+        if slot in inputs and slot not in separate:
+            out = out + inputs[slot].astype(out.dtype)
+        return out
+
+    return joined

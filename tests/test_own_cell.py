@@ -1,0 +1,193 @@
+"""Cells of one's own: one in 15 lines, and one whose inputs and outputs are trees."""
+
+import dataclasses
+import functools
+import inspect
+import logging
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import recurrent_gates as rg
+from recurrent_gates.testing import check_cell
+from tests.support import array, assert_close, parameters, quick_jit, randomize, state
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+STEPS, BATCH, INPUTS, FEATURES = 9, 3, 2, 4
+
+
+class Leaky(rg.Cell):
+    features: int = FEATURES
+
+    def init_params(self, key, in_features):
+        keys, rows = jax.random.split(key), {"W": in_features, "U": self.features}
+        draws = zip(keys, rows.items(), strict=True)
+        return {name: jax.random.normal(k, (n, self.features)) / n for k, (name, n) in draws}
+
+    def initial(self, batch_shape):
+        return rg.HiddenState(jnp.zeros((*batch_shape, self.features)))
+
+    def project(self, params, x):
+        return {"h": x @ params["W"]}
+
+    @property
+    def products(self):
+        def update(carry, inputs, product):
+            return rg.HiddenState(0.9 * carry.h + 0.1 * jnp.tanh(product("h", carry.h)))
+
+        return rg.Products(lambda params: {"h": params["U"]}, update)
+
+
+def test_a_cell_of_fifteen_lines():
+    lines = [line for line in inspect.getsource(Leaky).splitlines() if line.strip()]
+    assert len(lines) <= 15
+    check_cell(Leaky(), tolerance=1e-10)
+
+
+def test_it_is_the_loop_that_it_says(caplog):
+    """Values against a loop by hand; auto takes fused."""
+    cell, params, xs = Leaky(), parameters(Leaky(), INPUTS), array(8, STEPS, BATCH, INPUTS)
+    h, wanted = jnp.zeros((BATCH, FEATURES)), []
+    for x in xs:
+        h = 0.9 * h + 0.1 * jnp.tanh(x @ params["W"] + h @ params["U"])
+        wanted.append(h)
+    rg.scan._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger="recurrent_gates"):
+        assert_close(rg.unroll(cell, params, xs)[1], jnp.stack(wanted))
+    assert "Leaky on cpu: backend auto chose fused" in caplog.text
+
+
+def compare(cell, params, xs, backend, **how):
+    """Values, and gradients of all inputs, against the plain scan's."""
+    carry, reset_carry = (state(cell, (BATCH,), seed) for seed in (0, 50))
+
+    def results(backend):
+        @quick_jit
+        def run(params, xs, carry, reset_carry):
+            def forward(params, xs, carry, reset_carry):
+                how_ = dict(how, reset_carry=reset_carry, backend=backend)
+                return rg.unroll(cell, params, xs, carry, **how_)
+
+            out, pullback = jax.vjp(forward, params, xs, carry, reset_carry)
+            return out, pullback(randomize(out, 7))
+
+        return run(params, xs, carry, reset_carry)
+
+    assert_close(results(backend), results("scan"))
+
+
+MASKS = dict(
+    valid=jnp.asarray([[t != 3, t < 6, True] for t in range(STEPS)]),
+    resets=jnp.asarray([[t == 5, False, t == 2] for t in range(STEPS)]),
+)
+
+
+@pytest.mark.parametrize("backend", ["fused", "pallas"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_it_takes_masks_and_h_detach(backend, reverse):
+    noise = [jnp.asarray([0, 1, 0, 0, 1, 1, 0, 1, 0], bool)]
+    how = dict(carry_fns=[rg.Detach(0.5)], noise=noise, reverse=reverse, **MASKS)
+    cell = Leaky()
+    compare(cell, parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS), backend, **how)
+
+
+class Pair(NamedTuple):
+    fed: jax.Array
+    total: jax.Array
+
+
+class Weighing(rg.Cell):
+    """Reads two arrays of other ranks, hands out a tree; a vector of weights, and a sum."""
+
+    def init_params(self, key, in_features):
+        draw = functools.partial(jax.random.normal, key)
+        return {
+            "a": draw((in_features["a"], FEATURES)),
+            "b": draw((in_features["b"], FEATURES)),
+            "on_h": draw((FEATURES,)),
+            "own": draw((FEATURES,)),
+        }
+
+    def initial(self, batch_shape):
+        zeros = jnp.zeros((*batch_shape, FEATURES))
+        return Pair(zeros, zeros)
+
+    def project(self, params, x):
+        return {"h": x["a"] @ params["a"], "c": (x["b"] @ params["b"]).mean(axis=-2)}
+
+    def emit(self, params, carry, z):
+        return {"sine": jnp.sin(carry.total), "both": [carry.fed, z["c"]]}
+
+    @property
+    def diagonal(self):
+        return True
+
+    @property
+    def products(self):
+        def update(carry, inputs, product):
+            gate = jax.nn.sigmoid(product("h", carry.fed))
+            return carry._replace(fed=0.7 * gate * carry.fed + jnp.tanh(inputs["c"]))
+
+        return rg.Products(
+            weights=lambda params: {"h": params["on_h"]},
+            update=update,
+            biases=lambda params: {"h": params["own"]},
+        )
+
+    @property
+    def sums(self):
+        return rg.Sums(
+            ("total",),
+            increment=lambda params, carry, z: {"total": carry.fed * z["h"]},
+        )
+
+
+def weighing():
+    cell = Weighing()
+    params = parameters(cell, {"a": 2, "b": 5})
+    return cell, params, {"a": array(1, STEPS, BATCH, 2), "b": array(2, STEPS, BATCH, 3, 5)}
+
+
+@pytest.mark.parametrize("backend", ["fused", "newton", "pallas"])
+@pytest.mark.parametrize("remat", [None, 4])
+def test_trees_run_under_every_backend(backend, remat):
+    compare(*weighing(), backend, remat=remat, **MASKS)
+
+
+@pytest.mark.parametrize("rule", ["replace", "zero"])
+@pytest.mark.parametrize("backend", ["fused", "newton", "pallas"])
+def test_other_rules_of_sums(backend, rule):
+    class Ruled(Weighing):
+        @property
+        def sums(self):
+            return dataclasses.replace(super().sums, rule=rule)
+
+    _, params, xs = weighing()
+    compare(Ruled(), params, xs, backend, **MASKS)
+    carry, _ = rg.unroll(Ruled(), params, xs)
+    before, _ = rg.unroll(Ruled(), params, jax.tree.map(lambda x: x[:-1], xs))
+    last = Ruled().project(params, jax.tree.map(lambda x: x[-1], xs))["h"] * before.fed
+    assert_close(carry.total, last if rule == "replace" else jnp.zeros_like(last))
+
+
+def test_sums_without_a_step_are_one_sentence():
+    class Lost(Weighing):
+        products = None
+
+    with pytest.raises(TypeError, match="Lost must define recur"):
+        rg.unroll(Lost(), *weighing()[1:])
+
+
+def test_a_cell_without_a_step_is_one_sentence():
+    class Still(rg.Cell):
+        def init_params(self, key, in_features):
+            return {}
+
+        def initial(self, batch_shape):
+            return jnp.zeros((*batch_shape, 1))
+
+    with pytest.raises(TypeError, match="Still must define step"):
+        rg.unroll(Still(), {}, jnp.zeros((2, 1, 1)))

@@ -180,7 +180,7 @@ ROOMS = (
     {"figures"},
     {"training"},
     {"command"},
-    {"copy", "adding", "pixels", "language_model", "sentiment"},
+    {"copy", "adding", "pixels", "language_model", "sentiment", "stay"},
     {"forgetting", "transfer_copy"},
     {"catalog"},
     {"compare", "diagnose"},

@@ -73,10 +73,9 @@ class SentimentTask(SentimentSettings, SupervisedTask):
             outputs=1,
         )
 
-    def outputs(self, apply: Any, params: Any, inputs: jax.Array) -> jax.Array:
-        """Logits ``[1, B, 1]``; the padding changes no state."""
-        logits: jax.Array = apply(params, inputs, valid=inputs != reviews.PADDING)
-        return logits
+    def masks(self, batch: Batch) -> dict[str, jax.Array]:
+        """The padding changes no state."""
+        return {"valid": batch.inputs != reviews.PADDING}
 
     def load(self) -> dict[str, Batch]:
         """The held-out sets of the grammar; of IMDB's reviews the shapes of what ``read`` gives."""

@@ -58,10 +58,17 @@ class SupervisedTask(BaseTask, abc.ABC):
     def score(self, outputs: jax.Array, batch: Batch) -> dict[str, jax.Array]:
         """``{"loss": [B], metric name: [B], ...}``, one value for each example."""
 
-    def outputs(self, apply: Apply, params: Any, inputs: jax.Array) -> jax.Array:
-        """What is scored; a task of ragged examples says here which steps are valid."""
-        outputs: jax.Array = apply(params, inputs)
-        return outputs
+    def masks(self, batch: Batch) -> dict[str, jax.Array]:
+        """Which steps of ragged examples count: ``valid`` or ``seq_lengths``, see
+        ``SequenceModel``; all of them."""
+        del batch
+        return {}
+
+    def rows(self, outputs: jax.Array, batch: Batch) -> Any:
+        """What the host needs of each held-out example to finish a score, see ``Outcome``;
+        nothing. With the batch's ``counts``: some examples come twice."""
+        del outputs, batch
+        return ()
 
     def example(self) -> tuple[jax.Array]:
         inputs = next(iter(self.shapes(1)["sets"].values())).inputs
@@ -88,10 +95,10 @@ class SupervisedTask(BaseTask, abc.ABC):
         return rows.of(self.batch(data["loaded"], key, step, rows.total), self.axes), stream
 
     def loss(self, apply: Apply, params: Any, window: Batch, stream: Any, train: bool) -> Outcome:
-        del train
-        scores = self.score(self.outputs(apply, params, window.inputs), window)
+        outputs = apply(params, window.inputs, **self.masks(window))
+        scores = self.score(outputs, window)
         sums = {name: _total(score, window.counts) for name, score in scores.items()}
-        return Outcome(sums["loss"], sums, stream)
+        return Outcome(sums["loss"], sums, stream, () if train else self.rows(outputs, window))
 
     def held_out(self, data: Any, devices: int) -> dict[str, _Parts]:
         return {

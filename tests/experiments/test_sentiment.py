@@ -1,6 +1,5 @@
 """Reviews: the grammar's verdicts, the padding, IMDB's files."""
 
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +73,7 @@ def test_padding_changes_nothing():
 
     @jax.jit
     def loss(params, batch):
-        outputs = task.outputs(functools.partial(learner.apply), params, batch.inputs)
+        outputs = learner.apply(params, batch.inputs, **task.masks(batch))
         return task.score(outputs, batch)["loss"].sum()
 
     plain, padded = (jax.value_and_grad(loss)(params, one) for one in (batch, longer))

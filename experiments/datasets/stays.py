@@ -216,7 +216,7 @@ def _digest(files: Sequence[Path]) -> str:
 def _cached(path: Path) -> Stays | None:
     """The stays in a file of the cache; none if it is not there or damaged."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             stays = Stays(*(arrays[name] for name in Stays._fields))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None

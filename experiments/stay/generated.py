@@ -52,15 +52,16 @@ def draw(key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     shape = (TIMES, count, SIGNS)
     long_stay = jax.random.bernoulli(label_key, 0.5, (count,))
     times = jax.random.randint(count_key, (count,), FEWEST, TIMES + 1)
-    padding = jnp.arange(TIMES)[:, None] < TIMES - times[None]
+    padding = jnp.arange(TIMES)[:, None] < (TIMES - times)[None]
     # Those of the padding are sorted to the front.
     drawn = jax.random.uniform(time_key, (TIMES, count), jnp.float32)
     time = jnp.sort(jnp.where(padding, -1.0, drawn), axis=0)
-    which = jax.random.bernoulli(which_key, _measured_prob(), shape)
+    which = jax.random.bernoulli(which_key, jnp.broadcast_to(_measured_prob(), shape))
     level = jnp.float32(LEVEL) * jax.random.normal(level_key, shape[1:], jnp.float32)
     noise = jnp.float32(NOISE) * jax.random.normal(noise_key, shape, jnp.float32)
-    trend = jnp.where(long_stay, 1.0, -1.0)[:, None] * trends()
-    values = level + trend * time[..., None] + noise
+    y = jnp.where(long_stay, jnp.float32(1), jnp.float32(-1))
+    trend = y[:, None] * trends()[None]
+    values = level[None] + trend[None] * time[..., None] + noise
     values = jnp.where(which & ~padding[..., None], values, jnp.nan)
     time = jnp.where(padding, jnp.nan, time)
     return jnp.concatenate([values, time[..., None]], axis=-1), long_stay.astype(jnp.int32)
@@ -82,4 +83,4 @@ def log_odds(inputs: jax.Array) -> jax.Array:
     t = jnp.where(measured, time, 0)
     c = LEVEL**2 / (NOISE**2 + n * LEVEL**2)
     products = (t * x).sum(axis=0) - c * t.sum(axis=0) * x.sum(axis=0)
-    return (2 / NOISE**2 * trends() * products).sum(axis=-1)
+    return (2 / NOISE**2 * trends()[None] * products).sum(axis=-1)

@@ -75,10 +75,12 @@ _PROTOCOLS = {
             "dataset": Sourced("generated", "ours: needs no files"),
             "hidden_size": Sourced(128, "ours: what two cores learn in minutes"),
             "decoder": Sourced((128,), "ours: as hidden_size"),
-            "epochs": Sourced(Depends("dataset", {"generated": 8, "*": 15}), "ours: as above"),
+            "epochs": Sourced(
+                Depends("dataset", {"generated": 12, "*": 15}), "ours: as hidden_size"
+            ),
             "learning_rates": Sourced((4e-3,), "GATO B.3: the higher one"),
             "batch_size": Sourced(
-                Depends("dataset", {"generated": 128, "*": 64}), "ours: as above"
+                Depends("dataset", {"generated": 128, "*": 64}), "ours: as hidden_size"
             ),
         },
         cells=_CELLS,

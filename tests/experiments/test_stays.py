@@ -406,15 +406,28 @@ def test_a_gzipped_table_that_is_cut_short(tmp_path, keep):
         loaded("mimic3", folder)
 
 
-def test_what_stands_in_a_bad_row_is_not_told(tmp_path):
-    secret = "Jane Doe 4711"
-    rows = [(*CHARTED[0][:5], secret, secret, secret, "", 0)]
-    with pytest.raises(UserError) as caught:
-        loaded("mimic3", write_mimic(tmp_path / "a", CHARTEVENTS=(EVENTS, rows)))
-    assert secret not in str(caught.value)
-    with pytest.raises(UserError) as caught:
-        loaded("cinc2012", cinc(tmp_path / "b", [f"{secret},HR,{secret}"]))
-    assert secret not in str(caught.value)
+SECRET = "Jane Doe 4711"
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        (*CHARTED[0][:5], SECRET, "", 80, "", 0),
+        (*CHARTED[0][:6], SECRET, SECRET, "", 0),
+        (SECRET,),
+    ],
+)
+def test_what_stands_in_a_bad_row_is_not_told(tmp_path, row):
+    with pytest.raises(UserError, match=r"CHARTEVENTS\.csv, row 2: it") as caught:
+        loaded("mimic3", write_mimic(tmp_path, CHARTEVENTS=(EVENTS, [row])))
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("row", [f"{SECRET},HR,80", f"01:00,HR,{SECRET}", SECRET])
+def test_what_stands_in_a_bad_record_is_not_told(tmp_path, row):
+    with pytest.raises(UserError, match=r"3\.txt, row 4: it") as caught:
+        loaded("cinc2012", cinc(tmp_path, [row]))
+    assert SECRET not in str(caught.value)
 
 
 EDITS = st.lists(

@@ -1,6 +1,5 @@
 """Reviews: the grammar's verdicts, the padding, IMDB's files."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

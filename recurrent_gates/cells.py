@@ -562,6 +562,9 @@ def count_parameters(params: Any) -> int:
     Returns:
       Their number.
 
+    Raises:
+      ValueError: if a leaf has no shape.
+
     Example:
       >>> rg.count_parameters(rg.LSTM(4).init_params(jax.random.key(0), 3))
       128

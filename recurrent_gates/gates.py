@@ -48,6 +48,9 @@ def cumax(x: jax.Array) -> jax.Array:
     Returns:
       Non-decreasing activations ``[..., n]``, float32 at least.
 
+    Raises:
+      ValueError: if x is not a floating array.
+
     Note:
       Computed in float32 or wider and clipped: the sum rounds to above 1 (1.016 in bfloat16).
     """

@@ -22,6 +22,7 @@ from recurrent_gates import checks
 
 __all__ = [
     "chrono_bias",
+    "orthogonal",
     "symmetric_uniform",
     "torch_embedding",
     "torch_linear_bias",
@@ -119,7 +120,16 @@ def chrono_bias(
 
 
 def orthogonal(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
-    """``nn.initializers.orthogonal()``, drawn in float32 at least: a CPU factorises no bfloat16."""
+    """``nn.initializers.orthogonal()``, drawn in float32 at least: a CPU factorises no bfloat16.
+
+    Args:
+      key: PRNG key.
+      shape: of the array, two axes or more.
+      dtype: of the result.
+
+    Returns:
+      An array whose rows or columns, whichever are fewer, are orthonormal.
+    """
     return _ORTHOGONAL(key, tuple(shape), _drawn(dtype)).astype(dtype)
 
 

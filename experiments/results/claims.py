@@ -114,7 +114,7 @@ def markdown(claims: Sequence[Claim], select: Select) -> str:
         if rows:
             lines = [head, ["---"] * len(head), *rows]
             table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-            parts += [f"### {document}", table]
+            parts += [f"## {document}", table]
     return "\n\n".join(parts)
 
 

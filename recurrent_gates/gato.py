@@ -88,6 +88,11 @@ class SlotMap(GATOMap):
     def diagonal(self) -> bool:
         return True
 
+    @property
+    def reads_parameters(self) -> bool:
+        """Whether ``combine`` reads its parameters; if not, f is served by the fused backend."""
+        return True
+
     def slots(self, units: int) -> dict[str, int]:
         """Names and widths of the pre-activations."""
         raise TypeError(f"{type(self).__name__} must define slots(units).")
@@ -137,6 +142,8 @@ class GatedDecay(SlotMap):
 
     rate: float = 0.7
 
+    reads_parameters = False
+
     def __post_init__(self) -> None:
         checks.number("GatedDecay rate", self.rate)
 
@@ -152,6 +159,8 @@ class GatedDecay(SlotMap):
 @dataclasses.dataclass(frozen=True)
 class OneLayer(SlotMap):
     """g of the one-layer model: softplus(A x + a * r) (GATO, eq. 5)."""
+
+    reads_parameters = False
 
     def slots(self, units: int) -> dict[str, int]:
         return {"s": units}
@@ -305,7 +314,7 @@ class GATO(Cell):
 
     @property
     def products(self) -> Products | None:
-        if not isinstance(self.f, SlotMap):
+        if not isinstance(self.f, SlotMap) or self.f.reads_parameters:
             return None
         return Products(_weights_on_r, self._update, inputs=_inputs_of_f)
 

@@ -297,6 +297,17 @@ def test_memorized_tokens_are_read_through_the_cosine():
         np.testing.assert_array_equal(read[t, :, t + 1 :], 0)
 
 
+def test_a_two_layer_f_is_served_by_what_reads_its_parameters():
+    """Its second layer is no product of the loop: auto leaves it to the scan."""
+    cell = rg.GATO(8, f=rg.TwoLayer(hidden=3), param_dtype=jnp.float64)
+    params, xs = parameters(cell, 3), array(1, 6, 2, 3)
+    expected = rg.unroll(cell, params, xs, backend="scan")
+    assert_close(rg.unroll(cell, params, xs), expected)
+    assert_close(rg.unroll(cell, params, xs, backend="newton"), expected)
+    with pytest.raises(ValueError, match="does not declare recurrent products"):
+        rg.unroll(cell, params, xs, backend="fused")
+
+
 def test_a_pair_of_maps_without_parameters_is_a_cell():
     cell = rg.GATO(2 * UNITS, f=Count(), g=StoreAtCount())
     carry, x = cell.initial((2,)), jnp.ones((2, 1), jnp.float32)

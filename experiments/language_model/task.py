@@ -27,6 +27,7 @@ from experiments.settings.model import ModelSettings
 from experiments.training.models import TokenEncoder, width_of
 from experiments.training.task import Apply, BaseTask, Fresh, HeldOut, Outcome, Resident
 from recurrent_gates import RNN, Stack
+from recurrent_gates.initializers import symmetric_uniform, torch_embedding
 
 _SHORTEST = 5  # steps of a window of random length (AWD-LSTM's code)
 _DEVIATIONS = 3  # above the mean, at which a random length is cut: all windows are compiled as one
@@ -139,7 +140,10 @@ class LanguageModelTask(LanguageModelSettings, BaseTask):
             raise UserError("--decoder is not for language_model: its decoder is the softmax.")
         last = recurrent.cells[-1] if isinstance(recurrent, Stack) else recurrent.cell
         features = width_of(last)
-        encoder = TokenEncoder(self.inputs, self.words, model.embedding)
+        # Rows of N(0, 1) would give a tied softmax logits of deviation sqrt(F) to start with;
+        # AWD-LSTM's code has U[-.1, .1].
+        embedding_init = symmetric_uniform(0.1) if self.tied else torch_embedding
+        encoder = TokenEncoder(self.inputs, self.words, model.embedding, embedding_init)
         softmax: nn.Module
         if self.softmax == "adaptive":
             softmax = AdaptiveSoftmax(self.words, features, self.cutoffs)

@@ -13,7 +13,12 @@ from flax import linen as nn
 from experiments.machine.mesh import Rows, probed_axes
 from experiments.settings.model import ModelSettings
 from recurrent_gates import RNN, Cell, Stack, draw_noise
-from recurrent_gates.initializers import torch_embedding, torch_linear_bias, torch_linear_kernel
+from recurrent_gates.initializers import (
+    Initializer,
+    torch_embedding,
+    torch_linear_bias,
+    torch_linear_kernel,
+)
 
 
 def wide(x: jax.Array) -> jax.Array:
@@ -28,16 +33,18 @@ class TokenEncoder(nn.Module):
       inputs: ``"embed"``, ``"one_hot"`` or ``"scalar"``: the number itself, D = 1.
       vocabulary: how many different tokens there are.
       width: D of an embedding.
+      embedding_init: draws its table.
     """
 
     inputs: str
     vocabulary: int
     width: int
+    embedding_init: Initializer = torch_embedding
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         if self.inputs == "embed":
-            embed = nn.Embed(self.vocabulary, self.width, embedding_init=torch_embedding)
+            embed = nn.Embed(self.vocabulary, self.width, embedding_init=self.embedding_init)
             return embed(tokens)
         if self.inputs == "one_hot":
             return jax.nn.one_hot(tokens, self.vocabulary, dtype=jnp.float32)

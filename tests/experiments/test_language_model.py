@@ -325,13 +325,24 @@ def test_what_cannot_be_is_one_sentence(settings, sentence):
     assert sentence in str(refusal.value)
 
 
+@pytest.mark.parametrize(("tied", "variance"), [(True, 0.1**2 / 3), (False, 1.0)])
+def test_a_tied_table_starts_small(tied, variance):
+    """U[-.1, .1], as AWD-LSTM's code; N(0, 1), as torch, where the rows give no logits."""
+    learner = Learner(config(tied=tied, embedding=2048))
+    learner.prepare()
+    table = learner.initial().params["encoder"]["Embed_0"]["embedding"]
+    scale = 4 * variance * np.sqrt(2 / table.size)  # four standard errors of a normal variance
+    np.testing.assert_allclose(np.mean(np.square(table)), variance, rtol=0, atol=scale)
+    assert not tied or np.abs(table).max() <= 0.1
+
+
 @pytest.mark.parametrize("settings", [{"tied": True}, {"softmax": "adaptive", "cutoffs": (2, 4)}])
 def test_every_softmax_learns(settings):
     """The training text by heart: its windows are few."""
-    run = config(**settings, steps=150, hidden_size=32, embedding=16, keep_best=False)
+    run = config(**settings, steps=300, hidden_size=32, embedding=16, keep_best=False)
     learner = Learner(run)
     learner.prepare()
-    state = learner.advance(learner.initial(), 0, 100)
+    state = learner.advance(learner.initial(), 0, 200)
     state, _ = learner.evaluate(state)
-    state = learner.advance(state, 100, 150)
+    state = learner.advance(state, 200, 300)
     assert float(state.loss_total) / float(state.loss_weight) < 0.5 < np.log(WORDS)

@@ -38,6 +38,7 @@ def page(
     *,
     layout: Literal["constrained"] | None = "constrained",
     of_a_run: bool = False,
+    source: str = "",
 ) -> Iterator[Any]:
     """A matplotlib figure to draw on; it is saved when all is drawn.
 
@@ -47,6 +48,7 @@ def page(
       title: above everything.
       layout: matplotlib's layout engine; None: the drawer places the axes.
       of_a_run: whether a run leaves it behind, which goes on without.
+      source: what the PNG says of its source, in its metadata.
 
     Raises:
       OSError: if it cannot be written, of a run.
@@ -61,7 +63,7 @@ def page(
         yield figure
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=160)
+            figure.savefig(path, dpi=160, metadata={"Source": source} if source else None)
         except (OSError, ValueError) as error:  # a place, or a name such as x.foo
             if of_a_run:
                 raise

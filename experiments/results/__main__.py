@@ -1,8 +1,8 @@
 """Keep results and write the page of them: ``python -m experiments.results [--to=NAME DIR ...]``.
 
 ``--to=adding DIR ...`` puts the runs of workdirs, or of all workdirs in a directory such as a
-sweep's, into ``docs/results/adding.json``. Then, and without it, ``docs/RESULTS.md`` is written
-anew from all that is in ``docs/results``.
+sweep's, into ``docs/results/adding.json``. Then, and without it, ``docs/RESULTS.md`` and its
+figures are made anew from all that is in ``docs/results``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def begin(flag_values: dict[str, Any]) -> None:
       UserError: if a wish cannot be met.
     """
     from experiments.command import tables
-    from experiments.results import page, records
+    from experiments.results import figure, page, records
 
     directory = Path(flag_values.get("directory", "docs/results"))
     workdirs = [Path(workdir) for workdir in flag_values["arguments"]]
@@ -50,6 +50,11 @@ def begin(flag_values: dict[str, Any]) -> None:
     path = directory.parent / "RESULTS.md"
     tables.write(path, page.text(directory))
     print(path)
+    for one in page.figures(directory):
+        place = directory.parent / "images" / "results" / one.file
+        if not figure.is_of(place, one):
+            figure.draw(one, place)
+            print(place)
 
 
 if __name__ == "__main__":

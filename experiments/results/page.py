@@ -9,6 +9,8 @@ braces is a table:
     the runs of ``NAME.json`` with these settings, a row for all seeds of one setting;
 ``{curve NAME STEP [STEP ...]}``
     their scores after so many steps;
+``{figure NAME [flag=value ...]}``
+    their learning curves, drawn into ``docs/images/results``;
 ``{numbers NAME}``
     a table of ``papers.toml`` or of ``measurements.toml``, as it stands there.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ import numpy as np
 from experiments.command import tables
 from experiments.compare.table import statistics
 from experiments.results import claims
+from experiments.results.figure import Figure
 from experiments.results.records import Record, Results, read
 from experiments.settings.errors import UserError
 
@@ -82,11 +85,44 @@ def text(directory: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def figures(directory: Path) -> Iterator[Figure]:
+    """The page's figures, in its order.
+
+    Args:
+      directory: ``docs/results``.
+
+    Raises:
+      UserError: as ``text``.
+    """
+    for section in sorted(directory.glob("*.md")):
+        for line in _TABLE.findall(section.read_text()):
+            word, *words = line.split()
+            if word == "figure":
+                yield _figure_of(directory, *words)
+
+
+def _figure_of(directory: Path, name: str, *words: str) -> Figure:
+    results = read(directory / f"{name}.json")
+    drawn = []
+    for row in _chosen(name, results, words):
+        if runs := tuple(run for run in row.runs if len(run.curve.get("step", [])) > 1):
+            drawn.append((row.label, runs))
+    if not drawn:
+        raise UserError(f"{name}.json has no learning curve with {' '.join(words)}.")
+    return Figure(" ".join([name, *words]), results.metric, tuple(drawn))
+
+
+def _figure(directory: Path, name: str, *words: str) -> str:
+    figure = _figure_of(directory, name, *words)
+    return f"![{figure.metric.name}: {figure.name}](images/results/{figure.file})"
+
+
 def _table(directory: Path, section: Path, words: Sequence[str]) -> str:
     makers: Mapping[str, Callable[..., str]] = {
         "claims": _claims,
         "runs": _runs,
         "curve": _curve,
+        "figure": _figure,
         "numbers": _numbers,
     }
     if not words or words[0] not in makers:

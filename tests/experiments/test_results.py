@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import tomllib
+from unittest import mock
 
 import pytest
 from absl.flags import Error
@@ -14,7 +15,7 @@ from experiments.command import flags
 from experiments.copy.settings import COPY
 from experiments.records.workdir import Workdir, append_row
 from experiments.results import __main__ as binary
-from experiments.results import claims, page, records
+from experiments.results import claims, figure, page, records
 from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
 from experiments.settings.resolver import resolve
@@ -237,16 +238,40 @@ def test_a_row_is_all_seeds_of_a_setting(tmp_path):
 @pytest.mark.parametrize(
     ("prose", "sentence"),
     [
-        ("{sums some}", "must begin with one of claims, runs, curve, numbers"),
+        ("{sums some}", "must begin with one of claims, runs, curve, figure, numbers"),
         ("{runs}", "names no table"),
         ("{runs none}", "none.json cannot be read"),
         ("{runs some cell=lstm}", "some.json has no run with cell=lstm"),
+        ("{figure some length=8}", "some.json has no learning curve with length=8"),
     ],
 )
 def test_a_table_that_cannot_be_made_is_refused(tmp_path, prose, sentence):
     with pytest.raises(UserError, match=sentence) as error:
-        pages(tmp_path, [one_record([0.5])], prose)
+        bare = dataclasses.replace(one_record([0.4], length=8), curve={})
+        pages(tmp_path, [one_record([0.5]), bare], prose)
     assert "\n" not in str(error.value)
+
+
+def test_a_figure_has_the_curves_of_all_seeds(tmp_path, monkeypatch):
+    other = dataclasses.replace(
+        one_record([0.6, None], seed=1), curve={"step": [0, 5, 10], "value": [[1, 2]] * 3}
+    )
+    bare = dataclasses.replace(one_record([0.9], cell="gato"), curve={})
+    prose = "{figure some}\n\n{runs some}"
+    text = pages(tmp_path, [one_record([0.2]), other, bare], prose)
+    assert "![score: some](images/results/some.png)" in text
+    (one,) = page.figures(tmp_path)
+    draw_curves = mock.Mock(side_effect=figure.draw_curves)
+    monkeypatch.setattr(figure, "draw_curves", draw_curves)
+    figure.draw(one, tmp_path / one.file)
+    (curve,) = draw_curves.call_args.args[1]
+    assert (curve.label, list(curve.x)) == ("gru", [0, 10])
+    assert curve.values.tolist() == [[0.0, 1, 2], [0.2, 1, 2]]
+    assert figure.is_of(tmp_path / one.file, one)
+    pages(tmp_path, [one_record([0.3]), other, bare], prose)
+    (changed,) = page.figures(tmp_path)
+    assert not figure.is_of(tmp_path / one.file, changed)
+    assert not figure.is_of(tmp_path / "none.png", one)
 
 
 CLAIM = """
@@ -300,6 +325,14 @@ def test_a_claim_that_is_not_whole_is_refused(tmp_path, old, new, sentence):
 
 def test_the_page_is_what_the_data_give():
     assert page.text(RESULTS) == (ROOT / "docs" / "RESULTS.md").read_text()
+
+
+def test_the_figures_are_what_the_data_give():
+    images = ROOT / "docs" / "images" / "results"
+    figures = list(page.figures(RESULTS))
+    stale = [one.file for one in figures if not figure.is_of(images / one.file, one)]
+    assert not stale, "python -m experiments.results draws them"
+    assert {path.name for path in images.iterdir()} == {one.file for one in figures}
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)

@@ -24,11 +24,14 @@ def begin(flag_values: dict[str, Any]) -> None:
         return
     finished = runs.finished(workdir, [STAY])
     metrics = finished.summary["metrics"]
-    others = [metric.name for metric in finished.config.task.metrics[1:]]
+    others = finished.config.task.metrics[1:]
     for lane, (seed, rate) in enumerate(finished.config.training.lanes):
         if not finished.diverged[lane]:
+            values = [number(metrics[other.name]["per_run"][lane]["value"]) for other in others]
             scores = (
-                f"{name} {number(metrics[name]['per_run'][lane]['value'])}" for name in others
+                f"{other.name} {value}"
+                + f" ({other.baseline_name} {other.baseline:.4g})" * (other.name == "accuracy")
+                for other, value in zip(others, values, strict=True)
             )
             say(f"test {', '.join(scores)} (seed {seed}, learning rate {rate:g})")
     with tolerated(workdir / "figures", say):

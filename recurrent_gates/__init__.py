@@ -11,7 +11,7 @@ import importlib
 import types
 import typing
 
-from recurrent_gates.base import Cell, SlotCell, linear_project
+from recurrent_gates.base import Cell, HiddenState, SlotCell, linear_project
 from recurrent_gates.carry import CarryFn, Damp, Detach, Zoneout, draw_noise
 from recurrent_gates.cells import (
     CELLS,
@@ -20,7 +20,6 @@ from recurrent_gates.cells import (
     LSTM,
     Elman,
     FlaxCell,
-    HiddenState,
     LSTMState,
     UnknownCellError,
     count_parameters,
@@ -40,6 +39,7 @@ from recurrent_gates.gato import (
     TwoLayer,
     gato_step,
 )
+from recurrent_gates.gru_d import GRUD, gru_d_inputs, gru_d_project, gru_d_step
 from recurrent_gates.initializers import chrono_bias, uniform_gate_bias
 from recurrent_gates.interop import from_torch, to_torch
 from recurrent_gates.layers import RNN, Stack
@@ -62,6 +62,7 @@ __all__ = [
     "GATES",
     "GATO",
     "GRU",
+    "GRUD",
     "JANET",
     "LSTM",
     "RNN",
@@ -95,6 +96,9 @@ __all__ = [
     "elman_step",
     "from_torch",
     "gato_step",
+    "gru_d_inputs",
+    "gru_d_project",
+    "gru_d_step",
     "gru_step",
     "linear_project",
     "lstm_step",

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax import export
 
 from recurrent_gates import checks, mixing, pickling
 from recurrent_gates.carry import CarryFn, Noise
@@ -295,6 +296,20 @@ def dense(params: Params, z_t: Slots, separate: Sequence[str] = ()) -> Product:
     own = {slot: biases[slot] for slot in separate if slot in biases}
     weights = Weights(params["recurrent_kernel"], {}, own)
     return pre_activations(functools.partial(product_of, weights), z_t, separate)
+
+
+class HiddenState(NamedTuple):
+    """Carry of GRU, GRU-D, JANET and the Elman network.
+
+    Attributes:
+      h: the hidden state ``[*batch, F]``, float32 at least.
+    """
+
+    h: jax.Array
+
+
+# So that jitted steps pass through jax.export.
+export.register_namedtuple_serialization(HiddenState, serialized_name="recurrent_gates.HiddenState")
 
 
 class SlotCell(Cell):

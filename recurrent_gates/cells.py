@@ -1,8 +1,8 @@
 """The step equations, and the Flax cells over them.
 
 Each section is one family: the equations as functions that need no Flax (``elman_step``,
-``lstm_step``, ``gru_step``), then the cell with its settings. GATO has a file of its own.
-``CELLS`` at the end maps names to cells. Letters are those of ``base.py``.
+``lstm_step``, ``gru_step``), then the cell with its settings. GATO and GRU-D have files of their
+own. ``CELLS`` at the end maps names to cells. Letters are those of ``base.py``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from recurrent_gates import checks, mixing
 from recurrent_gates.base import (
     Activation,
     Cell,
+    HiddenState,
     SlotCell,
     dense,
 )
@@ -30,6 +31,7 @@ from recurrent_gates.carry import CarryFn, Noise, Zoneout
 from recurrent_gates.declared import Params, Product, Slots
 from recurrent_gates.gates import GATES, Gate
 from recurrent_gates.gato import GATO, GatedDecay, GATOMap, OneLayer, TwoLayer
+from recurrent_gates.gru_d import GRUD
 
 
 class LSTMState(NamedTuple):
@@ -44,20 +46,8 @@ class LSTMState(NamedTuple):
     h: jax.Array
 
 
-class HiddenState(NamedTuple):
-    """Carry of GRU, JANET and the Elman network.
-
-    Attributes:
-      h: the hidden state ``[*batch, F]``, float32 at least.
-    """
-
-    h: jax.Array
-
-
-for _state in (LSTMState, HiddenState):  # so that jitted steps pass through jax.export
-    export.register_namedtuple_serialization(
-        _state, serialized_name=f"recurrent_gates.{_state.__name__}"
-    )
+# So that jitted steps pass through jax.export.
+export.register_namedtuple_serialization(LSTMState, serialized_name="recurrent_gates.LSTMState")
 
 
 # ---------------------------------------------------------------------------------------
@@ -527,6 +517,7 @@ def _registry() -> _Registry:
     cells: dict[str, Callable[..., Cell]] = {
         "lstm": functools.partial(_gated, LSTM, GATES["standard"]),
         "gru": functools.partial(_gated, GRU, _GRU_GATE),
+        "gru_d": GRUD,
         "janet": functools.partial(_gated, JANET, GATES["standard"].tie()),
         "rnn": Elman,
         "exploding": Exploding,
@@ -545,7 +536,7 @@ def _registry() -> _Registry:
 CELLS = _registry()
 """Name -> factory ``(features, **fields) -> Cell``.
 
-``lstm gru janet rnn exploding gato gato1 gato2 on_lstm`` and ``{c,u,o,r,ur,cr,or,om,um,cm}_``
+``lstm gru gru_d janet rnn exploding gato gato1 gato2 on_lstm`` and ``{c,u,o,r,ur,cr,or,om,um,cm}_``
 times ``{lstm,gru,janet}``; every gated GRU resets before the product, as the later code of
 UR-gates' authors does: the paper prints no GRU equations.
 Gated factories also take the gate's ``forget_bias downsize tmax bias_mode refine_bias``;

@@ -116,6 +116,24 @@ def gru(params, carry, x, name="standard", reset="after", **how):
     return (f * h + i * u,)
 
 
+def gru_d(params, carry, x):
+    """Che et al., 2018: rates of decay exp(-max(0, W delta + b)) of the input, towards the mean,
+    which is 0, and of the state; then a GRU of the imputed input and the mask m. Their z is 1 - f.
+    """
+    (h,) = carry
+    last, m, delta = np.split(x, 3, axis=-1)
+    kernel, bias = params["decay"]["kernel"], params["decay"]["bias"]
+    gamma_x = np.exp(-np.maximum(0, delta * kernel["input"] + bias["input"]))
+    gamma_h = np.exp(-np.maximum(0, delta @ kernel["state"] + bias["state"]))
+    x_hat = m * last + (1 - m) * gamma_x * last
+    h_hat = gamma_h * h
+    read = np.concatenate([x_hat, m], axis=-1)
+    z = sigmoid(-affine(params, "f", read, h_hat))
+    r = sigmoid(affine(params, "reset", read, h_hat))
+    h_tilde = np.tanh(affine(params, "u", read, r * h_hat))
+    return ((1 - z) * h_hat + z * h_tilde,)
+
+
 def janet(params, carry, x, name="standard", **how):
     """UR footnote 4: h = f * h_tm1 + (1 - f) * u."""
     (h,) = carry

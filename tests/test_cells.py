@@ -30,7 +30,10 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 FEATURES, INPUTS = 8, 3
 GATES = tuple(name for name in rg.GATES if name != "standard")
-UNGATED = ("lstm", "gru", "rnn", "janet", "exploding", "gato1", "gato2", "gato", "on_lstm")
+UNGATED = (
+    *("lstm", "gru", "gru_d", "rnn", "janet", "exploding"),
+    *("gato1", "gato2", "gato", "on_lstm"),
+)
 GATED = tuple(f"{gate}_{family}" for gate in GATES for family in ("lstm", "gru", "janet"))
 NAMES = UNGATED + GATED
 GATO = ("gato1", "gato2", "gato")
@@ -62,6 +65,8 @@ def build(name, **settings):
 
 def paper(name, **how):
     """The paper's step for a registered name."""
+    if name == "gru_d":
+        return reference.gru_d
     gate, _, family = name.rpartition("_")
     gate = {"": "standard", "on": "om"}.get(gate, gate)
     if name in GATO:
@@ -321,15 +326,15 @@ def laws_agree(a, b):
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gato", "on_lstm")])
 def test_both_ways_to_start_are_one_law(name):
     cell = rg.CELLS[name](64)
-    pure = cell.init_params(jax.random.key(0), 32)
-    flax = cell.init(jax.random.key(0), cell.initial((1,)), jnp.zeros((1, 32), jnp.float32))[
+    pure = cell.init_params(jax.random.key(0), 33)
+    flax = cell.init(jax.random.key(0), cell.initial((1,)), jnp.zeros((1, 33), jnp.float32))[
         "params"
     ]
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), pure) == jax.tree.map(
         lambda leaf: (leaf.shape, leaf.dtype), flax
     )
     assert all(jax.tree.leaves(jax.tree.map(laws_agree, pure, flax)))
-    other = cell.init_params(jax.random.key(1), 32)
+    other = cell.init_params(jax.random.key(1), 33)
     drawn = [leaf for leaf in jax.tree.leaves(pure) if np.unique(leaf).size > 1]
     again = [leaf for leaf in jax.tree.leaves(other) if np.unique(leaf).size > 1]
     assert drawn and all((a != b).any() for a, b in zip(drawn, again, strict=True))

@@ -25,11 +25,14 @@ from tests.support import array, assert_close, parameters, quick_jit, state
 from tests.test_carry import Scale
 from tests.test_gato import Count, StoreAtCount
 
-STEPS, BATCH, INPUTS, FEATURES = 7, 2, 2, 4
+STEPS, BATCH, INPUTS, FEATURES = 7, 2, 3, 4
 CHUNK = 3  # does not divide the 7 steps
 
 GATED = ("lstm", "gru_after", "gru_before", "gru_no_reset", "janet")
-PLAIN = ("lstm_two_biases", "gru_two_biases", "lstm_lecture", "rnn", "exploding", "gato1", "gato2")
+PLAIN = (
+    *("lstm_two_biases", "gru_two_biases", "lstm_lecture", "gru_d"),
+    *("rnn", "exploding", "gato1", "gato2"),
+)
 
 FACTORS = {
     "family": GATED + PLAIN,
@@ -148,6 +151,7 @@ def build(family, gate="standard"):
         "lstm_two_biases": lambda: rg.LSTM(FEATURES, bias_vectors=2, **settings),
         "gru_two_biases": lambda: rg.GRU(FEATURES, bias_vectors=2, **settings),
         "lstm_lecture": lambda: rg.LSTM(FEATURES, forget_gate=False, **sigmoid, **settings),
+        "gru_d": lambda: rg.GRUD(FEATURES, bias_vectors=2, **settings),
         "rnn": lambda: rg.Elman(FEATURES, **settings),
         "exploding": lambda: Exploding(FEATURES, **settings),
         "gato1": lambda: rg.CELLS["gato1"](FEATURES, bias_vectors=2, **settings),

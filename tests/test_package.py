@@ -26,7 +26,7 @@ ORDER = (
     {"declared", "initializers", "carry", "pointwise"},
     {"gates", "mixing"},
     {"base"},
-    {"gato", "scan"},
+    {"gato", "gru_d", "scan"},
     {"cells", "layers", "interop"},
     {"backends", "backends.shared"},
     {"backends.shared.rows", "backends.newton.blocks", "backends.pallas.body"},

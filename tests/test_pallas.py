@@ -25,7 +25,7 @@ from tests.test_gato import Count
 
 pytestmark = pytest.mark.usefixtures("x64")
 
-STEPS, BATCH, INPUTS, FEATURES = 5, 3, 2, 4
+STEPS, BATCH, INPUTS, FEATURES = 5, 3, 3, 4
 F64 = dict(param_dtype=jnp.float64)
 
 
@@ -69,6 +69,7 @@ CELLS = {
     "gru": rg.GRU(FEATURES, bias_vectors=2, **F64),
     "gru before": rg.GRU(FEATURES, reset="before", **F64),
     "lecture": rg.LSTM(FEATURES, forget_gate=False, activation=jax.nn.sigmoid, **F64),
+    "gru_d": rg.GRUD(FEATURES, **F64),
     "rnn": rg.Elman(FEATURES, **F64),
     "gato1": rg.CELLS["gato1"](FEATURES, bias_vectors=2, **F64),
     "gato2": rg.CELLS["gato2"](FEATURES, hidden=3, **F64),

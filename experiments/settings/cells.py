@@ -151,6 +151,11 @@ def field_of(name: str) -> str | int:
     return int(name) if name.lstrip("-").isdecimal() else name
 
 
+def reads_missing(cell: rg.Cell) -> bool:
+    """Whether a cell reads, beside values, which are missing and since when."""
+    return isinstance(cell, rg.GRUD)
+
+
 def _dtypes(cell: rg.Cell, model: ModelSettings) -> dict[str, Any]:
     if not hasattr(cell, "dtype"):
         raise UserError(f"--dtype: {model.cell} has no such setting.")

@@ -115,13 +115,23 @@ class Config:
                 "or --inputs=one_hot or scalar."
             )
         self.task.check()
-        self._check_fields()
+        self._check_cell()
 
-    def _check_fields(self) -> None:
-        from experiments.settings.cells import build_cell, field_of, state_fields
+    def _check_cell(self) -> None:
+        from experiments.settings.cells import build_cell, field_of, reads_missing, state_fields
 
-        carry = self.carry
-        fields = state_fields(build_cell(self.model))
+        carry, cell = self.carry, build_cell(self.model)
+        if reads_missing(cell) and not getattr(self.task, "has_missing_values", False):
+            raise UserError(
+                f"--cell={self.model.cell} needs values that are missing at times, and the time of "
+                f"each: {self.task.name} has none, experiments.stay has."
+            )
+        if reads_missing(cell) and self.model.layers > 1:
+            raise UserError(
+                f"--cell={self.model.cell} reads what was measured: it has no layer above it, so "
+                "--layers must be 1."
+            )
+        fields = state_fields(cell)
         acting = [("detach_state", carry.detach_state)]
         acting += [("zoneout_c", "c")] if carry.zoneout_c else []
         acting += [("zoneout_h", "h")] if carry.zoneout_h else []

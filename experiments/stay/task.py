@@ -25,7 +25,7 @@ from experiments.stay.settings import StaySettings
 from experiments.training.models import Decoder, SequenceModel, wide
 from experiments.training.permutation import permuted
 from experiments.training.supervised import Batch, SupervisedTask
-from recurrent_gates import RNN, Stack
+from recurrent_gates import GRUD, RNN, Stack, gru_d_inputs
 from recurrent_gates.initializers import torch_linear_bias, torch_linear_kernel
 
 VARIABLES = len(measured.VARIABLES)
@@ -63,6 +63,24 @@ class VitalsEncoder(nn.Module):
         return jnp.tanh(dense(features(inputs)))
 
 
+class Unchanged(nn.Module):
+    """Inputs as they are."""
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        return inputs
+
+
+class DecayModel(SequenceModel):
+    """A model whose cell is a ``GRUD``: that reads values, and not an embedding that mixes them.
+
+    Inputs are those of ``VitalsEncoder``, ``[T, B, 13]``.
+    """
+
+    def __call__(self, inputs: jax.Array, **options: Any) -> Any:
+        """As of ``SequenceModel``."""
+        return super().__call__(gru_d_inputs(inputs[..., :-1], inputs[..., -1]), **options)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StayTask(StaySettings, SupervisedTask):
     """Whether a stay is a long one.
@@ -74,6 +92,7 @@ class StayTask(StaySettings, SupervisedTask):
     """
 
     name = "stay"
+    has_missing_values = True
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -121,11 +140,10 @@ class StayTask(StaySettings, SupervisedTask):
         return float(self._stays.long_stay[stays.split(self._stays)[2]].mean())
 
     def module(self, recurrent: RNN | Stack, model: ModelSettings) -> nn.Module:
-        return SequenceModel(
-            encoder=VitalsEncoder(),
-            recurrent=recurrent,
-            decoder=Decoder((*model.decoder, 1)),
-            outputs=1,
+        decays = isinstance(recurrent, RNN) and isinstance(recurrent.cell, GRUD)
+        kind, encoder = (DecayModel, Unchanged) if decays else (SequenceModel, VitalsEncoder)
+        return kind(
+            encoder=encoder(), recurrent=recurrent, decoder=Decoder((*model.decoder, 1)), outputs=1
         )
 
     def read(self) -> dict[str, Batch]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.adding.settings import ADDING
 from experiments.settings.errors import UserError
 from experiments.settings.resolver import resolve as resolved
 from experiments.stay import generated
@@ -124,6 +125,14 @@ def test_parameter_counts_are_those_of_gatos_table_1(cell, count):
     assert described["total_parameters"] == count + (25 + 1) * 25 + (512 + 1) * 1024 + 1024 + 1
 
 
+def test_parameter_count_of_gru_d():
+    """Its gates read 12 values and 12 indicators, its decays 12 times; there is no embedding."""
+    described = loop.describe(resolve("gato", cell="gru_d"))
+    count = 3 * 512 * (24 + 512 + 2) + (12 + 12) + (12 + 1) * 512
+    assert described["recurrent_parameters"] == count
+    assert described["total_parameters"] == count + (512 + 1) * 1024 + 1024 + 1
+
+
 def test_settings_are_the_papers():
     config = resolve("gato")
     assert (config.model.cell, config.model.init, config.model.bias_vectors) == (
@@ -157,7 +166,7 @@ def ragged(lengths, steps, seed=0):
 
 
 @pytest.mark.parametrize("backend", ["scan", "fused"])
-@pytest.mark.parametrize("cell", ["gato", "lstm"])
+@pytest.mark.parametrize("cell", ["gato", "gru_d"])
 def test_padding_changes_nothing(cell, backend):
     learner = Learner(resolve(**TINY | {"cell": cell, "backend": backend}))
     task, lengths = learner.task, [7, 1, 4, 0]
@@ -296,6 +305,11 @@ def test_the_binary_draws_the_roc_and_says_all_scores(program, drawn, tmp_path):
 
 
 def test_settings_that_cannot_be():
+    sentence = r"^--cell=gru_d needs values that are missing at times, .* adding has none"
+    with pytest.raises(UserError, match=sentence):
+        resolved(ADDING, "small", {"cell": "gru_d"})
+    with pytest.raises(UserError, match=r"--layers must be 1\.$"):
+        resolve(cell="gru_d", layers=2)
     with pytest.raises(UserError, match=r"^--stay has no effect with --dataset=generated"):
         resolve(stay="icu")
     with pytest.raises(UserError, match=r"^--longest has no effect with --dataset=generated"):

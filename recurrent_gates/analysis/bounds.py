@@ -1,0 +1,144 @@
+"""The lecture's two paths of an LSTM, and the singular-value bounds of a plain network."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from recurrent_gates.analysis.products import Scaled, log10_norm, scaled_products
+from recurrent_gates.analysis.trajectories import trajectory
+from recurrent_gates.base import Activation, Carry, Params, dense
+from recurrent_gates.cells import LSTM, Elman
+
+
+def _slope(activation: Activation, x: jax.Array) -> jax.Array:
+    """The derivative of an elementwise function."""
+    return jax.jvp(activation, (x,), (jnp.ones_like(x),))[1]
+
+
+class LecturePaths(NamedTuple):
+    """Two of an LSTM's paths back in time, as log10 of norms, all ``[T, *batch]``.
+
+    Attributes:
+      forget: t_0, h_T back to s_{T-g} through cell states alone, g = 0 ... T - 1: the largest
+        entry of o_T * tanh'(s_T) * f_T * ... * f_{T-g+1}. It vanishes only as far as the
+        forget gates close.
+      output: t_1, h_T back to h_{T-n} through output gates alone, n = 1 ... T: the spectral
+        norm of the product of n factors D(tanh(s_j) * o'_j) W_o.
+      bound: the lecture's bound on t_1, ``(K |W_o|)^n``, with K the largest entry of the D.
+    """
+
+    forget: jax.Array
+    output: jax.Array
+    bound: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames="cell")
+def lecture_paths(
+    cell: LSTM, params: Params, xs: jax.Array, carry: Carry | None = None
+) -> LecturePaths:
+    """The path that keeps an LSTM's gradient and the path that can explode (the lecture).
+
+    The loss's own factor L'(h_T), which both share, is left out.
+
+    Args:
+      cell: an LSTM with any gate; its effective f is what the path multiplies.
+      params: its parameters.
+      xs: inputs ``[T, *batch, D]``.
+      carry: the carry before the first step; default ``cell.initial(batch)``.
+
+    Returns:
+      The two paths and the bound, as log10 of norms.
+    """
+    run = trajectory(cell, params, xs, carry)
+    gates = cell.gates(params, run.before, run.z)
+    c, o, f = run.after.c, gates["o"], gates["f"]
+    reading = jnp.log10(o[-1] * jnp.abs(_slope(cell.output_activation, c[-1])))
+    later = jnp.cumsum(jnp.log10(f)[:0:-1], axis=0)  # f_T, f_T f_{T-1}, ...
+    kept = jnp.concatenate([jnp.zeros_like(f[:1]), later])
+    scale = cell.output_activation(c) * o * (1 - o)
+    weight = jnp.swapaxes(params["recurrent_kernel"]["o"], -1, -2).astype(scale.dtype)
+    factors = scale[..., :, None] * weight.reshape((1,) * (scale.ndim - 1) + weight.shape)
+    ((products,),) = scaled_products(factors, [factors.shape[-1]])
+    largest = jnp.max(jnp.abs(scale), axis=(0, -1))  # K
+    one = jnp.log10(largest * jnp.linalg.norm(weight, ord=2))
+    steps = jnp.arange(1, len(c) + 1, dtype=one.dtype).reshape(-1, *(1,) * one.ndim)
+    return LecturePaths(
+        jnp.max(reading[None] + kept, axis=-1),
+        log10_norm(Scaled(products.matrix[1:], products.exponent[1:])),
+        steps * one[None],
+    )
+
+
+class SingularBounds(NamedTuple):
+    """What U's singular values say of an Elman network's gradients (GATO, 2.2 and App. C).
+
+    Attributes:
+      smallest: U's smallest singular value, a scalar.
+      largest: U's largest.
+      slope_min: the least derivative of the activation over the run, ``[*batch]``.
+      slope_max: the greatest.
+      lower: log10 of (smallest * slope_min)^g, ``[T + 1, *batch]``: every singular value of
+        dh_T/dh_{T-g} is at least that. Above 0 gradients explode.
+      upper: log10 of (largest * slope_max)^g: none is above that. Below 0 gradients vanish.
+    """
+
+    smallest: jax.Array
+    largest: jax.Array
+    slope_min: jax.Array
+    slope_max: jax.Array
+    lower: jax.Array
+    upper: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames="cell")
+def singular_bounds(
+    cell: Elman, params: Params, xs: jax.Array, carry: Carry | None = None
+) -> SingularBounds:
+    """Bounds on the growth and the decay of dh_T/dh_t of h_t = activation(U h_tm1 + W x_t + b).
+
+    Args:
+      cell: an Elman network.
+      params: its parameters.
+      xs: inputs ``[T, *batch, D]``.
+      carry: the carry before the first step; default ``cell.initial(batch)``.
+
+    Returns:
+      What U's singular values and the activation's slopes allow, per gap.
+    """
+    run = trajectory(cell, params, xs, carry)
+    slope = jnp.abs(_slope(cell.activation, dense(params, run.z)("h", run.before.h)))
+    values = jnp.linalg.svd(params["recurrent_kernel"]["h"], compute_uv=False)
+    values = values.astype(slope.dtype)
+    low, high = jnp.min(slope, axis=(0, -1)), jnp.max(slope, axis=(0, -1))
+    gaps = jnp.arange(len(slope) + 1, dtype=slope.dtype).reshape(-1, *(1,) * low.ndim)
+
+    def power(base: jax.Array) -> jax.Array:
+        return jnp.where(gaps > 0, gaps * jnp.log10(base)[None], 0)  # 0^0 is 1
+
+    return SingularBounds(
+        values[-1], values[0], low, high, power(values[-1] * low), power(values[0] * high)
+    )
+
+
+def alignment(a: Any, b: Any) -> jax.Array:
+    """The cosine of the angle between two gradients, trees of the same structure.
+
+    Clipping by norm keeps it at 1 (the lecture); clipping by value does not.
+
+    Args:
+      a: a tree of arrays.
+      b: another.
+
+    Returns:
+      A scalar in [-1, 1].
+    """
+
+    def dot(a: Any, b: Any) -> jax.Array:
+        products = jax.tree.map(lambda x, y: jnp.sum(x * y), a, b)
+        return functools.reduce(jnp.add, jax.tree.leaves(products))
+
+    return dot(a, b) / jnp.sqrt(dot(a, a) * dot(b, b))

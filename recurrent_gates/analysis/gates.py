@@ -1,0 +1,106 @@
+"""Gates and timescales of a cell, along a run and at its start."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from recurrent_gates.analysis.trajectories import carry_dtype, trajectory
+from recurrent_gates.base import Carry, Cell, Params
+
+
+@functools.partial(jax.jit, static_argnames="cell")
+def gate_activations(
+    cell: Cell, params: Params, xs: jax.Array, carry: Carry | None = None
+) -> dict[str, jax.Array]:
+    """Every gate over time and batch.
+
+    Args:
+      cell: an unbound cell.
+      params: its parameters.
+      xs: inputs ``[T, *batch, D]``.
+      carry: the carry before the first step; default ``cell.initial(batch)``.
+
+    Returns:
+      ``{gate: [T, *batch, F]}``, empty for a cell that names no gates.
+    """
+    run = trajectory(cell, params, xs, carry)
+    return cell.gates(params, run.before, run.z)
+
+
+def gate_means(gates: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Activations averaged over time and batch, one number for each unit (UR-gates, Fig. 4, D.1).
+
+    Args:
+      gates: ``{gate: [T, *batch, F]}``.
+
+    Returns:
+      ``{gate: [F]}``.
+    """
+    return {name: jnp.mean(gate, axis=range(gate.ndim - 1)) for name, gate in gates.items()}
+
+
+def histogram(
+    values: jax.Array, bins: int = 50, limits: tuple[float, float] = (0.0, 1.0)
+) -> tuple[jax.Array, jax.Array]:
+    """Counts of values, for Fig. 4 of UR-gates those of ``gate_means``.
+
+    Args:
+      values: any shape.
+      bins: number of bins of equal width; the last includes its upper edge.
+      limits: lower and upper edge.
+
+    Returns:
+      (counts ``[bins]``, edges ``[bins + 1]``). Values outside the limits are not counted.
+    """
+    return jnp.histogram(values, bins, limits)
+
+
+def timescales(f: jax.Array) -> jax.Array:
+    """The decay period D = 1 / (1 - f) of a forget activation, in steps (UR-gates, B.3).
+
+    Args:
+      f: forget activations in [0, 1], any shape.
+
+    Returns:
+      D, the same shape; infinite where f is 1.
+    """
+    return 1 / (1 - f)
+
+
+@functools.partial(jax.jit, static_argnames=("cell", "gate", "in_features", "draws"))
+def initial_timescales(
+    cell: Cell, key: jax.Array, *, gate: str = "f", in_features: int = 1, draws: int = 1
+) -> jax.Array:
+    """Timescales of fresh parameters at a zero state and input: what the biases alone say.
+
+    Args:
+      cell: an unbound cell that names the gate.
+      key: PRNG key of the draws.
+      gate: which gate forgets.
+      in_features: D, the width of the inputs.
+      draws: how many parameters are drawn.
+
+    Returns:
+      D ``[draws, F]``; infinite where the gate rounds to 1.
+
+    Raises:
+      ValueError: if the cell names no such gate.
+    """
+
+    def one(key: jax.Array) -> jax.Array:
+        params = cell.init_params(key, in_features)
+        zeros = jax.tree.map(jnp.zeros_like, cell.initial(()))
+        x = jnp.zeros((in_features,), carry_dtype(zeros))
+        gates = cell.gates(params, zeros, cell.project(params, x))
+        if gate not in gates:
+            named = ", ".join(gates) or "none"
+            raise ValueError(f"{type(cell).__name__} names no gate {gate!r}; it has {named}.")
+        return timescales(gates[gate])
+
+    # Not vmap: XLA's CPU runtime can wait for ever on a batch of QR factorisations, which
+    # orthogonal initialisation needs.
+    return jax.lax.map(one, jax.random.split(key, draws))

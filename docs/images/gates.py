@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from PIL import Image
 
 import recurrent_gates as rg
 
@@ -69,7 +70,7 @@ def draw_masters(axes):
     axes.set_xlabel("pre-activation of the fine gate")
 
 
-def slopes(gate, features=16, samples=300):
+def slopes(gate, features=16, samples=150):
     """(f, the norm of its gradient by all pre-activations) of units at random pre-activations."""
     widths = gate.slots(features)
     keys = dict(zip(widths, jax.random.split(jax.random.key(0), len(widths)), strict=True))
@@ -85,6 +86,15 @@ def draw_slopes(axes, gate):
     axes.plot(f.ravel(), size.ravel(), ".", color=FORGET, markersize=1.5, rasterized=True)
     axes.plot(g, g * (1 - g), color=GREY, linewidth=1)
     axes.set(xlabel="effective forget gate", xlim=(0, 1), ylim=(0, 0.42))
+
+
+def save(figure, path):
+    """Writes a figure as a PNG of 64 colours, a third of the size of one of all."""
+    figure.set_dpi(110)
+    figure.canvas.draw()
+    picture = Image.fromarray(np.asarray(figure.canvas.buffer_rgba())).convert("RGB")
+    picture.quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
+    plt.close(figure)
 
 
 def draw_gates(path):
@@ -103,8 +113,7 @@ def draw_gates(path):
     for column in axes.flat:
         column.grid(alpha=0.25, linewidth=0.6)
         column.title.set_size(9.5)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
 
 
 def draw_timescales(path):
@@ -131,8 +140,7 @@ def draw_timescales(path):
     )
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.legend(fontsize=8.5, loc="lower left")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save(figure, path)
 
 
 if __name__ == "__main__":

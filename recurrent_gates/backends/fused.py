@@ -72,7 +72,7 @@ def unsupported(loop: Loop) -> str | None:
 def chunk(loop: Loop) -> int | None:
     """The steps per rematerialised chunk that this backend wants, or None for no chunks.
 
-    On a CPU what a chunk computes should stay in a core's cache, since touching reset_carry memory
+    On a CPU what a chunk computes should stay in a core's cache, since touching fresh memory
     costs more than the arithmetic, but outweigh the weights' gradients, which each chunk adds to
     the sum of the others. Elsewhere only the increments of accumulated fields, far larger
     than their sums, are not to be alive for all steps.

@@ -191,6 +191,14 @@ class DeviceMesh:
 
         return map_axes(put, axes, tree)
 
+    def placed_shapes(self, tree: Any) -> Any:
+        """The shapes of what ``place`` makes of a tree that every device has whole."""
+        sharding = NamedSharding(self._mesh, PartitionSpec())
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            jax.eval_shape(_same, tree),
+        )
+
     def place_own(self, tree: Any, axes: Any) -> Any:
         """A tree of which each process has its own rows, on the devices."""
 
@@ -237,8 +245,8 @@ def _at_once(reduce: Callable[[Any], Any], tree: Any) -> Any:
     return unravel(reduce(flat))
 
 
-def _same(array: jax.Array) -> jax.Array:
-    return array
+def _same(tree: Any) -> Any:
+    return tree
 
 
 def _spec(axis: int | None) -> PartitionSpec:

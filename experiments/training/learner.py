@@ -57,7 +57,7 @@ class Learner:
         self._update = Update(config, self.task, self._module, self.mesh)
         with _backends_own_words(config.model.backend):
             self._state_shapes = jax.eval_shape(self._initial, Lane(*_LANE))
-            self._window_shapes = jax.eval_shape(self._window, Lane(*_LANE))
+            self._window_shapes = jax.eval_shape(self._window, Lane(*_LANE), self._state_shapes)
         self._check_memory()
         self.lanes = Lanes(training.lanes, self.mesh.platform)
 
@@ -91,6 +91,7 @@ class Learner:
             self.mesh.everywhere(self.lanes.over(self._start, shared=1), (None, None), stream)
         )
         self._settle_jit = jax.jit(self.lanes.over(self._settle))
+        self._drawn_jit = jax.jit(self._drawn)
         self._advance_compiled: Callable[..., State] | None = None
 
     @property
@@ -143,8 +144,9 @@ class Learner:
 
     def initial(self) -> State:
         """The state before the first step, after ``load``."""
-        init = jax.jit(self._drawn)  # lane by lane: a lane alone starts with the same bits
-        state = self.mesh.place(self.lanes.stack([init(lane) for lane in self.lanes.each]))
+        # Lane by lane: a lane alone starts with the same bits.
+        drawn = [self._drawn_jit(lane) for lane in self.lanes.each]
+        state = self.mesh.place(self.lanes.stack(drawn))
         return state._replace(
             stream=self._start_jit(self.mesh.place(self.lanes.together), self._resident)
         )
@@ -272,7 +274,11 @@ class Learner:
         return (state, numbers[0], windows, self._resident, *numbers[1:])
 
     def _advance_shapes(self) -> tuple[Any, ...]:
-        """The arguments of ``advance``: shapes, but for numbers and resident data."""
+        """The arguments of ``advance``: shapes, but for numbers.
+
+        Resident data are as they will be placed, so that they need not be to trace a step, and
+        the trace serves to compile it.
+        """
         windows = None
         if self._feed is not None:
             windows = jax.tree.map(
@@ -280,7 +286,8 @@ class Learner:
             )
             windows = jax.eval_shape(self.lanes.stack, [windows for _ in self.lanes.each])
         numbers = self.mesh.place((self.lanes.together, np.int32(0), np.int32(1)))
-        return (self.shapes(), numbers[0], windows, self._resident, *numbers[1:])
+        resident = self.mesh.placed_shapes(self._resident)
+        return (self.shapes(), numbers[0], windows, resident, *numbers[1:])
 
     # One lane.
 
@@ -315,10 +322,9 @@ class Learner:
         key = key_of(lane, Purpose.STREAM)
         return self.task.start(self._fresh, data, key, self.mesh.rows(self._batch_size))
 
-    def _window(self, lane: Lane) -> Any:
+    def _window(self, lane: Lane, state: State) -> Any:
         """The window of all rows, for its shapes."""
         rows = Rows(0, self._batch_size, self._batch_size)
-        state = self._initial(lane)
         apply = policy(self._module, self._config, rows)
 
         def act(*args: Any, **kwargs: Any) -> Any:

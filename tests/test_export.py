@@ -1,0 +1,69 @@
+"""Programs that leave the process: ``jax.export``, with sizes that are known and that are not."""
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import pytest
+
+import recurrent_gates as rg
+from tests.support import assert_close, assert_identical, quick_jit
+from tests.test_scan import FEATURES, setting
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "gato"])
+def test_a_jitted_step_survives_export(name):
+    """Serialized, read back and called: the same bits; the states keep their types."""
+    cell, params, xs, start = setting(name)
+
+    def train(params, carry, xs):
+        def loss(params):
+            new, ys = rg.unroll(cell, params, xs, carry)
+            return jnp.sum(ys**2), new
+
+        grads, new = jax.grad(loss, has_aux=True)(params)
+        return new, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    jitted = jax.jit(train)
+    blob = jax.export.export(jitted)(params, start, xs).serialize()
+    restored = jax.export.deserialize(blob).call(params, start, xs)
+    expected = jitted(params, start, xs)
+    assert type(restored[0]) is type(start)
+    assert_identical(restored, expected)
+
+
+@pytest.mark.parametrize("backend", ["auto", "fused"])
+@pytest.mark.parametrize("family", ["lstm", "gru", "janet", "others"])
+def test_every_cell_exports_with_symbolic_sizes(family, backend, x32):
+    """One program for any time and batch: its values are those of the sizes that it is called
+    with."""
+    gated = tuple(name for name in rg.CELLS if name.endswith((f"_{family}", family)))
+    others = tuple(n for n in rg.CELLS if not n.endswith(("lstm", "gru", "janet")))
+    cells = {name: rg.CELLS[name](FEATURES) for name in (others if family == "others" else gated)}
+    params = {name: cell.init_params(jax.random.key(0), 2) for name, cell in cells.items()}
+
+    @quick_jit
+    def run(params, xs):
+        return {
+            name: rg.unroll(cell, params[name], xs, backend=backend) for name, cell in cells.items()
+        }
+
+    time, batch = jax.export.symbolic_shape("time, batch")
+    shape = jax.ShapeDtypeStruct((time, batch, 2), jnp.float32)
+    exported = jax.export.export(run)(params, shape)
+    assert len(cells) >= 5
+    for sizes in ((5, 3), (1, 1)):
+        xs = jax.random.normal(jax.random.key(1), (*sizes, 2))
+        assert_close(exported.call(params, xs), run(params, xs), 1e-6)
+
+
+@pytest.mark.parametrize("backend", ["newton", "pallas"])
+def test_backends_that_need_sizes_refuse_symbolic_ones(backend, x32):
+    cell = rg.CELLS["gato1"](FEATURES)
+    params = cell.init_params(jax.random.key(0), 2)
+    for sizes in ("time, 3, 2", "5, batch, 2"):
+        shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape(sizes), jnp.float32)
+        with pytest.raises(ValueError, match="symbolic") as error:
+            jax.export.export(jax.jit(lambda x: rg.unroll(cell, params, x, backend=backend)))(shape)
+        assert "\n" not in str(error.value)

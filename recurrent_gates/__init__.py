@@ -14,14 +14,12 @@ import typing
 from recurrent_gates.base import Cell, HiddenState, SlotCell, linear_project
 from recurrent_gates.carry import CarryFn, Damp, Detach, Zoneout, draw_noise
 from recurrent_gates.cells import (
-    CELLS,
     GRU,
     JANET,
     LSTM,
     Elman,
     FlaxCell,
     LSTMState,
-    UnknownCellError,
     count_parameters,
     elman_step,
     gru_step,
@@ -43,6 +41,8 @@ from recurrent_gates.gru_d import GRUD, gru_d_inputs, gru_d_project, gru_d_step
 from recurrent_gates.initializers import chrono_bias, uniform_gate_bias
 from recurrent_gates.interop import from_torch, to_torch
 from recurrent_gates.layers import RNN, Stack
+from recurrent_gates.memory import RMC, RMCState
+from recurrent_gates.registry import CELLS, UnknownCellError
 from recurrent_gates.scan import Backend, unroll
 from recurrent_gates.version import __version__
 
@@ -65,6 +65,7 @@ __all__ = [
     "GRUD",
     "JANET",
     "LSTM",
+    "RMC",
     "RNN",
     "Backend",
     "CarryFn",
@@ -81,6 +82,7 @@ __all__ = [
     "LSTMState",
     "OneLayer",
     "Products",
+    "RMCState",
     "SlotCell",
     "SlotMap",
     "Stack",

@@ -11,6 +11,7 @@ from flax import linen as nn
 
 from recurrent_gates import checks
 from recurrent_gates.base import Cell
+from recurrent_gates.cells import LSTM
 from recurrent_gates.declared import Params, matrix_product, state_dtype
 from recurrent_gates.gates import GATES, Gate
 from recurrent_gates.initializers import Initializer, orthogonal
@@ -64,6 +65,21 @@ class MemoryCell(Cell):
         """A field of the initial carry, ``[*batch_shape, *shape]``, float32 at least."""
         lead_shape = checks.shape("batch_shape", batch_shape)
         return jnp.zeros((*lead_shape, *shape), state_dtype(self.param_dtype))
+
+    @nn.nowrap
+    def controller(self, features: int) -> LSTM:
+        """An LSTM of these settings."""
+        return LSTM(
+            features,
+            gate=self.gate,
+            bias_vectors=self.bias_vectors,
+            kernel_init=self.kernel_init,
+            recurrent_kernel_init=self.recurrent_kernel_init,
+            bias_init=self.bias_init,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            parent=None,
+        )
 
     @nn.nowrap
     def init_linear(self, key: jax.Array, inputs: int, outputs: int) -> dict[str, jax.Array]:

@@ -6,7 +6,7 @@ come in the library's tree. Nothing else of the library is used here.
 
 import numpy as np
 
-from tests.reference import gate
+from tests.reference import gate, lstm, sigmoid
 
 
 def softmax(x):
@@ -73,3 +73,91 @@ def by_example(step):
         return tuple(np.stack(leaves) for leaves in zip(*new, strict=True))
 
     return batched
+
+
+# Differentiable Neural Computer (Graves et al., 2016, Methods)
+
+
+def softplus(x):
+    return np.logaddexp(0.0, x)
+
+
+def content(memory, key, strength):
+    """C(M, k, beta) of one head, with the small numbers of the authors' code."""
+
+    def norm(x):
+        return np.sqrt((x**2).sum() + 1e-6)
+
+    cosine = [key @ row / (norm(key) * norm(row) + 1e-6) for row in memory]
+    return softmax(strength * np.array(cosine))
+
+
+def allocation(usage):
+    """a_t: the free list, sorted by usage."""
+    usage = 1e-6 + (1 - 1e-6) * usage
+    out, product = np.zeros_like(usage), 1.0
+    for slot in np.argsort(usage, kind="stable"):
+        out[slot] = (1 - usage[slot]) * product
+        product *= usage[slot]
+    return out
+
+
+def dnc_access(said, carry):
+    """(reads, memory, read weights, write weights, link, precedence, usage) after one step."""
+    _, memory, read_w, write_w, link, precedence, usage = carry
+    slots, writes = len(memory), len(write_w)
+    # Usage, from the last step's weights.
+    written = 1 - np.prod(1 - write_w, axis=0)
+    retained = np.prod(1 - said["free_gates"][:, None] * read_w, axis=0)
+    usage = (usage + written - usage * written) * retained
+    # Where to write.
+    new_w, about = np.zeros_like(write_w), usage
+    for head in range(writes):
+        free = allocation(about)
+        named = content(memory, said["write_keys"][head], said["write_strengths"][head])
+        ga, gw = said["allocation_gates"][head], said["write_gates"][head]
+        new_w[head] = gw * (ga * free + (1 - ga) * named)
+        about = about + (1 - about) * ga * gw * free
+    # Erase, then add.
+    for head in range(writes):
+        memory = memory * (1 - np.outer(new_w[head], said["erase_vectors"][head]))
+    for head in range(writes):
+        memory = memory + np.outer(new_w[head], said["write_vectors"][head])
+    # The order of writing.
+    new_link = np.zeros_like(link)
+    for head in range(writes):
+        for i in range(slots):
+            for j in range(slots):
+                if i != j:
+                    w_i, w_j = new_w[head, i], new_w[head, j]
+                    new_link[head, i, j] = (1 - w_i - w_j) * link[head, i, j]
+                    new_link[head, i, j] += w_i * precedence[head, j]
+    precedence = np.stack([(1 - w.sum()) * p + w for w, p in zip(new_w, precedence, strict=True)])
+    # Where to read.
+    new_r = np.zeros_like(read_w)
+    for head in range(len(read_w)):
+        modes = said["read_modes"][head]
+        named = content(memory, said["read_keys"][head], said["read_strengths"][head])
+        new_r[head] = modes[2 * writes] * named
+        for graph in range(writes):
+            new_r[head] += modes[graph] * (new_link[graph].T @ read_w[head])
+            new_r[head] += modes[writes + graph] * (new_link[graph] @ read_w[head])
+    return new_r @ memory, memory, new_r, new_w, new_link, precedence, usage
+
+
+def dnc(params, carry, x, name="standard", *, shapes, clip):
+    """One step for one example; ``shapes``: of what the controller says, by name, in order."""
+    c, h, *rest = carry
+    into = np.concatenate([x, rest[0].ravel()])
+    c, h = (np.clip(s, -clip, clip) for s in lstm(params["controller"], (c, h), into, name))
+    flat, said, start = affine(params["interface"], h), {}, 0
+    for what, shape in shapes.items():
+        end = start + int(np.prod(shape))
+        said[what], start = flat[start:end].reshape(shape), end
+    assert start == len(flat)
+    for what in ("erase_vectors", "free_gates", "allocation_gates", "write_gates"):
+        said[what] = sigmoid(said[what])
+    for what in ("write_strengths", "read_strengths"):
+        said[what] = softplus(said[what])
+    said["read_modes"] = softmax(said["read_modes"])
+    return (c, h, *dnc_access(said, rest))

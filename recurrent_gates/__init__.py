@@ -41,7 +41,7 @@ from recurrent_gates.gru_d import GRUD, gru_d_inputs, gru_d_project, gru_d_step
 from recurrent_gates.initializers import chrono_bias, uniform_gate_bias
 from recurrent_gates.interop import from_torch, to_torch
 from recurrent_gates.layers import RNN, Stack
-from recurrent_gates.memory import DNC, RMC, DNCState, RMCState
+from recurrent_gates.memory import DNC, RMA, RMC, DNCState, RMAOutput, RMAState, RMCState
 from recurrent_gates.registry import CELLS, UnknownCellError
 from recurrent_gates.scan import Backend, unroll
 from recurrent_gates.version import __version__
@@ -66,6 +66,7 @@ __all__ = [
     "GRUD",
     "JANET",
     "LSTM",
+    "RMA",
     "RMC",
     "RNN",
     "Backend",
@@ -84,6 +85,8 @@ __all__ = [
     "LSTMState",
     "OneLayer",
     "Products",
+    "RMAOutput",
+    "RMAState",
     "RMCState",
     "SlotCell",
     "SlotMap",

@@ -74,12 +74,14 @@ class Cell(nn.RNNCellBase):
                                          back
     diagonal, a bool                     units do not          the newton backend: all steps at
                                          interact              once
+    large, a bool                        its carry is large    not every step's is kept for the
+                                                               backward pass
     ===================================  ====================  ==================================
 
-    ``products``, ``sums`` and ``diagonal`` are properties. What is declared for speed changes no
-    number: ``testing.check_cell`` holds it to the step. Every cell runs under ``unroll``, ``RNN``
-    and ``nn.RNN``, with every mask and carry function. Fields must be hashable settings, never
-    arrays.
+    ``products``, ``sums``, ``diagonal`` and ``large`` are properties. What is declared for speed or
+    memory changes no number: ``testing.check_cell`` holds it to the step. Every cell runs under
+    ``unroll``, ``RNN`` and ``nn.RNN``, with every mask and carry function. Fields must be hashable
+    settings, never arrays.
     """
 
     @nn.nowrap
@@ -148,6 +150,15 @@ class Cell(nn.RNNCellBase):
 
         A cell that returns True promises that entry j of a field of the next carry depends, of
         all entries, on entry j of that field alone; summed fields aside.
+        """
+        return False
+
+    @property
+    def large(self) -> bool:
+        """Whether its carry may be too large to be kept for every step, a memory for one.
+
+        Where the carries of all steps take much memory, ``unroll`` then runs in chunks of some
+        sqrt(T) steps that the backward pass forms again, unless it is given ``remat``.
         """
         return False
 

@@ -13,7 +13,7 @@ from recurrent_gates.cells import GRU, JANET, LSTM, Elman, Exploding
 from recurrent_gates.gates import GATES, Gate
 from recurrent_gates.gato import GATO, GatedDecay, GATOMap, OneLayer, TwoLayer
 from recurrent_gates.gru_d import GRUD
-from recurrent_gates.memory import DNC, RMC
+from recurrent_gates.memory import DNC, RMA, RMC
 
 
 class UnknownCellError(KeyError):
@@ -65,7 +65,7 @@ def _registry() -> _Registry:
         "gato2": functools.partial(_gato, TwoLayer),
         "on_lstm": functools.partial(_gated, LSTM, GATES["om"]),
     }
-    memories: dict[str, Callable[..., Cell]] = {"rmc": RMC, "dnc": DNC}
+    memories: dict[str, Callable[..., Cell]] = {"rmc": RMC, "dnc": DNC, "rma": RMA}
     for family, cell in memories.items():
         cells[family] = functools.partial(_gated, cell, GATES["standard"])
     gated: dict[str, Callable[..., Cell]] = {
@@ -84,9 +84,9 @@ def _registry() -> _Registry:
 CELLS = _registry()
 """Name -> factory ``(features, **fields) -> Cell``.
 
-``lstm gru gru_d janet rmc dnc rnn exploding gato gato1 gato2 on_lstm`` and
-``{c,u,o,r,ur,cr,or,om,um,cm}_`` times ``{lstm,gru,janet,rmc,dnc}``; every gated GRU resets before
-the product, as the later code of UR-gates' authors does: the paper prints no GRU equations.
+``lstm gru gru_d janet rmc dnc rma rnn exploding gato gato1 gato2 on_lstm`` and
+``{c,u,o,r,ur,cr,or,om,um,cm}_`` times ``{lstm,gru,janet,rmc,dnc,rma}``; every gated GRU resets
+before the product, as the later code of UR-gates' authors does: the paper prints no GRU equations.
 Gated factories also take the gate's ``forget_bias downsize tmax bias_mode refine_bias``;
 GATO's take ``rate`` (lambda) and, with two layers, ``hidden`` (k).
 """

@@ -15,6 +15,7 @@ import enum
 import functools
 import importlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -60,6 +61,10 @@ _FASTEST_FIRST = (Backend.FUSED,)
 # A step on a GPU is a few programs, each of which takes microseconds to start. An iteration of
 # several steps stores what they hand out by one program, and may join steps without products.
 _GPU_UNROLL = 8
+
+# Bytes. Carries that take less, of all steps together, are kept even where a cell is ``large``:
+# to form them again would cost a third more time for little.
+_LARGE = 2**25
 
 
 class Stream(NamedTuple):
@@ -251,7 +256,8 @@ def unroll(
         the carries of all steps, leaves ``[T, *batch, ...]``.
       unroll: steps per iteration of the loop; default: 8 on a GPU, 1 elsewhere.
       remat: length in steps of the chunks whose activations are computed again in the
-        backward pass instead of kept.
+        backward pass instead of kept; default: none, or the square root of T where a cell says
+        that it is ``large`` and its carries take more than 32 MiB.
       backend: ``"scan"``, ``"fused"``, ``"newton"`` (all steps at once, for diagonal
         recurrences), ``"pallas"`` (kernels for TPUs and NVIDIA GPUs, which a CPU interprets,
         slowly), ``"cudnn"`` (the plain LSTM on NVIDIA GPUs) or ``"auto"``, which logs its
@@ -311,7 +317,7 @@ def _run(loop: Loop, backend: Backend, remat: int | None, *, empty: bool) -> Seg
     """The loop by its backend, in the chunks that were asked for or that the backend wants."""
     chosen = _resolve(backend, loop)
     if chosen is Backend.SCAN or empty:  # nothing to speed up
-        segment, chunk = scan_segment, None
+        segment, chunk = scan_segment, _large(loop)
     else:
         segment, chunk = _form(chosen).segment, _form(chosen).chunk(loop)
     keep = chunk is not None and remat is None
@@ -320,6 +326,14 @@ def _run(loop: Loop, backend: Backend, remat: int | None, *, empty: bool) -> Seg
     if length is None or not loop.steps:
         return segment(loop)
     return _chunked(segment, loop, length)
+
+
+def _large(loop: Loop) -> int | None:
+    """The steps per chunk that a large cell's carries ask for; None for no chunks."""
+    if not loop.settings.cell.large or loop.symbolic:
+        return None
+    kept = loop.steps * sum(leaf.nbytes for leaf in jax.tree.leaves(loop.carry))
+    return math.isqrt(loop.steps - 1) + 1 if kept > _LARGE else None
 
 
 def _backend(name: str | Backend) -> Backend:

@@ -208,6 +208,8 @@ def _require_close(got: Any, want: Any, tolerance: float, sentence: str) -> None
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         _require(a.shape == b.shape, f"{sentence} (shapes {a.shape} and {b.shape})")
         if a.size:
+            if not jnp.issubdtype(b.dtype, jnp.inexact):  # a counter, a mask
+                a, b = a.astype(float), b.astype(float)
             scale = jnp.maximum(jnp.max(jnp.abs(b)), 1e-3)
             worst = float(jnp.max(jnp.abs(a - b)) / scale)
             _require(worst <= tolerance, f"{sentence} (relative difference {worst:.1e})")

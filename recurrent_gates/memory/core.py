@@ -95,3 +95,8 @@ def linear(params: Params, x: jax.Array, dtype: Any) -> jax.Array:
     """x ``[..., inputs]`` -> ``[..., outputs]``, multiplied in ``dtype``, float32 at least."""
     out = matrix_product(x, params["kernel"], dtype)
     return out + lead(params["bias"].astype(out.dtype), out)
+
+
+def flat(rows: jax.Array) -> jax.Array:
+    """``[..., R, W]`` -> ``[..., R * W]``."""
+    return rows.reshape(*rows.shape[:-2], rows.shape[-2] * rows.shape[-1])

@@ -20,7 +20,7 @@ from recurrent_gates.base import linear_project
 from recurrent_gates.cells import LSTM, LSTMState
 from recurrent_gates.declared import Params, Slots, inputs_dtype, matrix_product
 from recurrent_gates.memory import addressing
-from recurrent_gates.memory.core import MemoryCell, linear
+from recurrent_gates.memory.core import MemoryCell, flat, linear
 
 
 class DNCState(NamedTuple):
@@ -109,6 +109,10 @@ class DNC(MemoryCell):
         }
 
     @property
+    def large(self) -> bool:
+        return True
+
+    @property
     def _controller(self) -> LSTM:
         return self.controller(self.features)
 
@@ -174,12 +178,12 @@ class DNC(MemoryCell):
     @nn.nowrap
     def emit(self, params: Params, carry: DNCState, z: Slots) -> jax.Array:
         del params
-        return jnp.concatenate([carry.h, _flat(carry.reads)], axis=-1).astype(inputs_dtype(z))
+        return jnp.concatenate([carry.h, flat(carry.reads)], axis=-1).astype(inputs_dtype(z))
 
     @nn.nowrap
     def _with_reads(self, params: Params, reads: jax.Array, z: Slots) -> dict[str, jax.Array]:
         """Pre-activations with the part of what was read."""
-        width, x = self._read_features, _flat(reads)
+        width, x = self._read_features, flat(reads)
         dtype = inputs_dtype(z)
         read = {s: matrix_product(x, k[-width:], dtype) for s, k in params["kernel"].items()}
         return {slot: z[slot] + product.astype(dtype) for slot, product in read.items()}
@@ -225,7 +229,3 @@ class DNC(MemoryCell):
             precedence=addressing.next_precedence(carry.precedence, written),
             usage=usage,
         )
-
-
-def _flat(reads: jax.Array) -> jax.Array:
-    return reads.reshape(*reads.shape[:-2], reads.shape[-2] * reads.shape[-1])

@@ -161,3 +161,33 @@ def dnc(params, carry, x, name="standard", *, shapes, clip):
         said[what] = softplus(said[what])
     said["read_modes"] = softmax(said["read_modes"])
     return (c, h, *dnc_access(said, rest))
+
+
+# The core of the Reconstructive Memory Agent (Hung et al., 2018)
+
+
+def rma(params, carry, x, name="standard", *, heads, top_k):
+    """One step for one example."""
+    c, h, _, reads, memory, position = carry
+    units = len(h) // 2
+    first, second = (params["encoder"][layer] for layer in ("layer_0", "layer_1"))
+    seen = np.concatenate([x, h, reads.ravel()])
+    z = affine(second, np.tanh(seen @ first["kernel"]["z"] + first["bias"]["z"]))
+    c_0, h_0 = lstm(params["controller_0"], (c[:units], h[:units]), z, name)
+    both = np.concatenate([z, h_0])
+    c_1, h_1 = lstm(params["controller_1"], (c[units:], h[units:]), both, name)
+    c, h = np.concatenate([c_0, c_1]), np.concatenate([h_0, h_1])
+    said = affine(params["reader"], h)
+    keys, strengths = said[:-heads].reshape(heads, -1), softplus(said[-heads:])
+
+    def unit(row):
+        return row / np.sqrt(max((row**2).sum(), 1e-12))
+
+    reads = np.zeros_like(keys)
+    for head in range(heads):
+        similar = strengths[head] * np.array([unit(keys[head]) @ unit(row) for row in memory])
+        best = np.argsort(-similar, kind="stable")[:top_k]
+        reads[head] = softmax(similar[best]) @ memory[best]
+    memory = memory.copy()
+    memory[position[0]] = z
+    return c, h, z, reads, memory, (position + 1) % len(memory)

@@ -185,7 +185,8 @@ class Pass:
 
 def width_of(cell: Cell) -> int:
     """The width of what a cell emits; a foreign cell's is the last field of its carry."""
-    return getattr(cell, "features", 0) or cell.initial((1,))[-1].shape[-1]
+    own = getattr(cell, "emitted_features", 0) or getattr(cell, "features", 0)
+    return own or cell.initial((1,))[-1].shape[-1]
 
 
 def _without_padding(

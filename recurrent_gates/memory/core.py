@@ -54,6 +54,11 @@ class MemoryCell(Cell):
     def _check(self) -> None:
         """Raises ValueError for settings of the cell's own that do not fit; sizes become ints."""
 
+    @property
+    def emitted_features(self) -> int:
+        """The width of what it emits."""
+        return self.features
+
     @nn.nowrap
     def _check_sizes(self, *names: str) -> None:
         for name in names:

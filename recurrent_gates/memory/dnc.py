@@ -113,6 +113,10 @@ class DNC(MemoryCell):
         return True
 
     @property
+    def emitted_features(self) -> int:
+        return self.features + self._read_features
+
+    @property
     def _controller(self) -> LSTM:
         return self.controller(self.features)
 

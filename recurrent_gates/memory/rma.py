@@ -118,6 +118,10 @@ class RMA(MemoryCell):
         return _LAYERS * self.features + self.read_heads * self.word_size
 
     @property
+    def emitted_features(self) -> int:
+        return self.word_size + self._fed_back
+
+    @property
     def _controller(self) -> LSTM:
         return self.controller(self.features)
 

@@ -1,0 +1,1 @@
+"""Say again what was shown, and what came after it: ``python -m experiments.recall``."""

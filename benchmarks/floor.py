@@ -37,12 +37,14 @@ def count(contender: Contender, size: Size, bytes_per_number: int = 4) -> dict[s
     cell = contender.build(size.features)
     params = jax.eval_shape(lambda key: cell.init_params(key, size.inputs), jax.random.key(0))
     carry = jax.eval_shape(lambda: cell.initial(()))
-    state = sum(leaf.shape[-1] for leaf in jax.tree.leaves(carry))
+    state = sum(leaf.size for leaf in jax.tree.leaves(carry))
     rows = size.batch * size.steps * contender.lanes
     if "f" in params and "g" in params:
         operations, numbers = _gato(params, size, state)
-    else:
+    elif "kernel" in params:
         operations, numbers = _dense(params, size, state, contender.detach)
+    else:
+        operations, numbers = _memory(params, size, state)
     weights = sum(leaf.size for leaf in jax.tree.leaves(params)) * contender.lanes
     # Weights are read in each pass and their gradients written, once for all steps.
     return {
@@ -85,6 +87,12 @@ def _gato(params: Any, size: Size, state: int) -> tuple[float, float]:
         + 3 * size.inputs  # x for g and for the weights' gradients, x's gradient
     )
     return operations, numbers
+
+
+def _memory(params: Any, size: Size, state: int) -> tuple[float, float]:
+    """Of a cell with a memory: its matrices, once for a step, and its state there and back."""
+    matrices = sum(leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim == 2)
+    return 6 * matrices, size.inputs + 2 * state
 
 
 def rates(dtype: str = "float32", tf32: bool = False, scale: int | None = None) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The peers: other frameworks' LSTM and GRU with our weights, as their users run them.
+"""The peers: other frameworks' cells with our weights, as their users run them.
 
 Each is a function (contender, size, dtype) -> ``Side``. Times are taken in the peer's own memory
 layout; the numbers are put into ours for the comparison of values.
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import recurrent_gates as rg
+from benchmarks import memory_peers
 from benchmarks.ours import Side, compiled_side
 from benchmarks.work import Arrays, Contender, Gradients, Size, make
 
@@ -60,7 +61,9 @@ def _from_torch(state_dict: Mapping[str, Any]) -> Any:
 
 
 def torch_side(contender: Contender, size: Size, dtype: str) -> Side:
-    """``torch.nn.LSTM`` or ``torch.nn.GRU``, time-major; cuDNN's on a GPU."""
+    """``torch.nn.LSTM`` or ``torch.nn.GRU``, time-major; cuDNN's on a GPU. Memory cells by hand."""
+    if contender.cell in memory_peers.CELLS:
+        return memory_peers.torch_side(contender, size, dtype)
     import torch
 
     device = torch.device("cuda" if jax.default_backend() == "gpu" else "cpu")
@@ -282,7 +285,7 @@ def flashrnn_side(contender: Contender, size: Size, dtype: str) -> Side:
 
 
 PEERS = {
-    "torch": Peer("torch", ("lstm", "gru"), torch_side),
+    "torch": Peer("torch", ("lstm", "gru", *memory_peers.CELLS), torch_side),
     "flax": Peer("flax", ("lstm", "gru"), flax_side),
     "haiku": Peer("haiku", ("lstm",), haiku_side),
     "jax": Peer("jax", ("lstm",), jax_side, gpu_only=True, dtypes=("float32",)),

@@ -47,6 +47,7 @@ PLAN: dict[str, tuple[Group, ...]] = {
         Group("lstm,gru", _CPU_SIZES, f"torch,flax,haiku,{_OTHERS}"),
         Group(_LSTMS, _CPU_SIZES, "lstm"),
         Group(_GATOS, "64,750,2,512", f"torch,{_OTHERS}"),
+        Group("rmc,dnc", "16,30,8,64;32,100,32,128", "torch"),
     ),
     "gpu": (
         Group("lstm,gru", _GPU_SIZES, f"torch,flax,haiku,jax,flashrnn,{_OTHERS}"),

@@ -141,11 +141,17 @@ def _make_lane(contender: Contender, size: Size, dtype: str, seed: Any) -> Array
 
     shape = (size.steps, size.batch)
     xs = jax.random.normal(keys[0], (*shape, size.inputs), DTYPES[dtype])
-    cotangent = jax.random.normal(keys[1], (*shape, size.features), DTYPES[dtype])
+    emitted = getattr(cell, "emitted_features", size.features)
+    cotangent = jax.random.normal(keys[1], (*shape, emitted), DTYPES[dtype])
+    start = cell.initial((size.batch,))
+    carry = near(keys[4], start, matrices=True)
+    if isinstance(cell, rg.DNC):  # weights are no numbers of any size; equal usage leaves a choice
+        usage = jax.random.uniform(keys[4], start.usage.shape)
+        carry = start._replace(c=carry.c, h=carry.h, memory=carry.memory, usage=usage)
     return Arrays(
         params=near(keys[2], cell.init_params(keys[3], size.inputs), matrices=False),
         xs=xs,
-        carry=near(keys[4], cell.initial((size.batch,)), matrices=True),
+        carry=carry,
         cotangent=cotangent,
         noise=rg.draw_noise(contender.carry_fns(), keys[5], size.steps, (size.batch,)),
     )

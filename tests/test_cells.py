@@ -106,7 +106,13 @@ def check_step(name, cell, step, batch=(3,)):
 
 
 def test_the_registry_holds_the_papers_cells():
-    assert set(rg.CELLS) == set(NAMES)
+    memories = {"rmc": rg.RMC, "dnc": rg.DNC, "rma": rg.RMA}
+    gated = {f"{gate}_{family}" for gate in GATES for family in memories}
+    assert set(rg.CELLS) == {*NAMES, *memories, *gated}
+    for family, cell in memories.items():
+        assert rg.CELLS[family](FEATURES) == cell(FEATURES)
+        for gate in GATES:
+            assert rg.CELLS[f"{gate}_{family}"](FEATURES) == cell(FEATURES, gate=rg.GATES[gate])
     for name in GATED:
         gate, family = name.split("_")
         cell = {"lstm": rg.LSTM, "gru": rg.GRU, "janet": rg.JANET}[family]

@@ -1,0 +1,1 @@
+"""Execute short programs, read character by character: ``python -m experiments.execute``."""

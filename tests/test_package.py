@@ -183,7 +183,7 @@ ROOMS = (
     {"figures"},
     {"training"},
     {"command"},
-    {"copy", "adding", "pixels", "language_model", "sentiment", "stay", "recall"},
+    {"copy", "adding", "pixels", "language_model", "sentiment", "stay", "execute", "recall"},
     {"forgetting", "transfer_copy"},
     {"catalog"},
     {"compare", "diagnose"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from experiments.settings.derived import Depends
 from experiments.settings.fields import setting
 from experiments.settings.resolver import Experiment
 from experiments.settings.sources import LIBRARY_CELLS, Protocol, Sourced
@@ -72,10 +73,14 @@ _PROTOCOLS = {
             "nesting": Sourced(4, "UR E.3"),
             "curriculum": Sourced("mix", "UR D.4"),
             "inputs": Sourced("one_hot", "Santoro et al.'s code"),
-            "hidden_size": Sourced(1024, "UR D.4: 1024 or 2048"),
+            "hidden_size": Sourced(
+                1024, "UR D.4: 1024 or 2048; of the RMC 2 or 4 slots (--memory_slots) of 512"
+            ),
             "embedding": Sourced(0, "Santoro et al.'s code: one-hot"),
             "decoder": Sourced((256,) * 4, "Santoro et al.'s code"),
-            "steps": Sourced(500_000, "UR D.4: of the LSTM"),
+            "steps": Sourced(
+                Depends("cell", {"*rmc": 200_000, "*": 500_000}), "UR D.4: of the RMC, of the LSTM"
+            ),
             "batch_size": Sourced(128, "UR D.4"),
             "learning_rates": Sourced((5e-4, 1e-3), "UR D.4: the sweep"),
             "clip_norm": Sourced(0.0, "Santoro et al.'s code: none"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from experiments.settings.model import ModelSettings
 from recurrent_gates import initializers
 
 _INITIALIZERS = ("kernel_init", "recurrent_kernel_init", "bias_init")
+_PARTS = ("memory_slots", "heads")
 _STANDARD = rg.GATES["standard"]
 
 # Of what a cell decides and a protocol does not.
@@ -26,7 +28,7 @@ OWN_SOURCES = {
 }
 
 
-def bare_cell(name: str, hidden_size: int) -> rg.Cell:
+def bare_cell(name: str, hidden_size: int, **parts: int) -> rg.Cell:
     """The cell of a name in ``CELLS`` or of ``module:Class``, with its own settings.
 
     A class takes ``features``, or nothing; a foreign Flax cell is wrapped in ``FlaxCell``.
@@ -34,6 +36,7 @@ def bare_cell(name: str, hidden_size: int) -> rg.Cell:
     Args:
       name: of the cell.
       hidden_size: its units.
+      **parts: into how many it is divided, of ``parts_of``, where the cell has such settings.
 
     Raises:
       UserError: if there is no such cell, or it cannot have that size.
@@ -42,7 +45,7 @@ def bare_cell(name: str, hidden_size: int) -> rg.Cell:
         raise UserError(f"--hidden_size must be at least 1, got {hidden_size}.")
     if ":" not in name:
         try:
-            return rg.CELLS[name](hidden_size)
+            return _divided(rg.CELLS[name], hidden_size, parts)
         except rg.UnknownCellError as error:
             raise UserError(str(error)) from None
         except ValueError as error:
@@ -63,6 +66,18 @@ def bare_cell(name: str, hidden_size: int) -> rg.Cell:
             f"but {type(cell).__name__}."
         )
     return cell
+
+
+def parts_of(settings: Mapping[str, Any]) -> dict[str, int]:
+    """Those settings of a cell without which it may not be built at all."""
+    return {name: settings[name] for name in _PARTS if settings.get(name) is not None}
+
+
+def _divided(cell: Callable[..., rg.Cell], hidden_size: int, parts: Mapping[str, int]) -> rg.Cell:
+    try:
+        return cell(hidden_size, **parts)
+    except TypeError:  # it has no such settings
+        return cell(hidden_size)
 
 
 def _imported(name: str) -> Any:
@@ -89,8 +104,9 @@ def own_settings(cell: rg.Cell) -> dict[str, Any]:
     own: dict[str, Any] = {}
     if fields.issuperset(_INITIALIZERS):
         own["init"] = "library"
-    if "bias_vectors" in fields:
-        own["bias_vectors"] = cell.bias_vectors
+    for name in ("bias_vectors", *_PARTS):
+        if name in fields:
+            own[name] = getattr(cell, name)
     gate: Any = getattr(cell, "gate", None)
     if isinstance(gate, rg.Gate):
         if gate.activation == "sigmoid" and gate.bias == "constant" and not gate.master:
@@ -125,7 +141,7 @@ def left_to_protocols(cell: rg.Cell, name: str) -> bool:
 
 def cells_own(model: ModelSettings) -> dict[str, Any]:
     """The settings of a model's cell that no protocol decides, with the cell's own values."""
-    cell = bare_cell(model.cell, model.hidden_size)
+    cell = bare_cell(model.cell, model.hidden_size, **parts_of(dataclasses.asdict(model)))
     own = own_settings(cell)
     return {name: value for name, value in own.items() if not left_to_protocols(cell, name)}
 
@@ -172,14 +188,14 @@ def build_cell(model: ModelSettings) -> rg.Cell:
     Raises:
       UserError: if they do not fit together.
     """
-    cell = bare_cell(model.cell, model.hidden_size)
+    cell = bare_cell(model.cell, model.hidden_size, **parts_of(dataclasses.asdict(model)))
     if model.tmax is not None and model.tmax <= 2:
         raise UserError(
             f"--tmax must be above 2, got {model.tmax:g}; unless given, it is --hidden_size."
         )
     changes: dict[str, Any] = {
         name: value
-        for name in ("bias_vectors", "reset", "s_update")
+        for name in ("bias_vectors", "reset", "s_update", *_PARTS)
         if (value := getattr(model, name)) is not None
     }
     of_gate = {

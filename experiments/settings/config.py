@@ -14,7 +14,8 @@ from experiments.settings.model import CarrySettings, ModelSettings
 from experiments.settings.optimization import TrainingSettings
 
 _NO_MATHEMATICS = ("model.backend", "task.data_dir")
-_NEWER = ("training.ties",)  # than runs whose default directories should be found again
+# Than runs whose default directories should be found again.
+_NEWER = ("training.ties", "model.memory_slots", "model.heads")
 _SEEDS = 2**31  # a seed is an int32
 
 
@@ -80,7 +81,7 @@ class Config:
         older = {
             name: value
             for name, value in identity.items()
-            if name not in _NEWER or value != defaults[name]
+            if name not in _NEWER or value != defaults.get(name)
         }
         text = json.dumps(older, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]

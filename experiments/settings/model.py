@@ -52,6 +52,10 @@ class ModelSettings:
     s_update: str | None = setting(
         "GATO's ablations: what becomes of s", choices=("accumulate", "zero", "replace")
     )
+    memory_slots: int | None = setting(
+        "slots of a memory (rmc, dnc); of an RMC they share --hidden_size", least=1
+    )
+    heads: int | None = setting("attention heads of an RMC", least=1)
     lambda_: float | None = setting("GATO's decay rate", least=0, below=1)
     embedding: int = setting("width of the token embedding", least=0, needs=("inputs", ("embed",)))
     embedding_dropout: float = setting(

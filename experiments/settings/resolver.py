@@ -133,10 +133,16 @@ def _cell_settings(
     decided: tuple[str, ...],
 ) -> dict[str, Any]:
     """The settings that the cell has: from the command line, the protocol or the cell itself."""
-    from experiments.settings.cells import bare_cell, feedback, left_to_protocols, own_settings
+    from experiments.settings.cells import (
+        bare_cell,
+        feedback,
+        left_to_protocols,
+        own_settings,
+        parts_of,
+    )
 
     name = settings["cell"]
-    cell = bare_cell(name, settings["hidden_size"])
+    cell = bare_cell(name, settings["hidden_size"], **parts_of(overrides))
     own = {
         setting: value for setting, value in own_settings(cell).items() if setting not in decided
     }
@@ -175,10 +181,11 @@ def explain(experiment: Experiment, config: Config) -> dict[str, dict[str, Any]]
       experiment: what is trained.
       config: as ``resolve`` made it.
     """
-    from experiments.settings.cells import OWN_SOURCES, bare_cell, left_to_protocols
+    from experiments.settings.cells import OWN_SOURCES, bare_cell, left_to_protocols, parts_of
 
     sourced = experiment.values(config.protocol)
-    cell = bare_cell(config.model.cell, config.model.hidden_size)
+    model = config.model
+    cell = bare_cell(model.cell, model.hidden_size, **parts_of(dataclasses.asdict(model)))
     family = _family(experiment.protocols[config.protocol].cells, cell)
     values = {name: value for part in config.resolved().values() for name, value in part.items()}
     explained = {}
@@ -205,6 +212,8 @@ _OF_THE_CELL = (
     "downsize",
     "tmax",
     "s_update",
+    "memory_slots",
+    "heads",
     "lambda_",
 )
 

@@ -17,6 +17,7 @@ from experiments.execute.grammars import Grammar, Program
 
 BLANK = 0
 """Stands for no character; a character's number is its place among the grammar's, plus 1."""
+_BLANK = "\0"
 PARTS = ("train", "validation", "test")
 CLIMBING = ("combine", "naive")
 """The curricula that have levels."""
@@ -113,10 +114,9 @@ class Programs:
 
     def __init__(self, source: Source, program_steps: int, held_out: int) -> None:
         self._source, self._program_steps, self._held_out = source, program_steps, held_out
-        characters = source.grammar.characters
-        self._numbers = bytes.maketrans(
-            characters.encode(), bytes(range(BLANK + 1, BLANK + 1 + len(characters)))
-        )
+        characters = source.grammar.characters.encode()
+        numbers = bytes(range(BLANK + 1, BLANK + 1 + len(characters)))
+        self._numbers = bytes.maketrans(_BLANK.encode() + characters, bytes([BLANK]) + numbers)
         self._kept: dict[tuple[str, int, bytes], Window] = {}
 
     def read(self, seed: int, step: int, rows: np.ndarray) -> Window:
@@ -134,25 +134,33 @@ class Programs:
         return self._kept[key]
 
     def _window(self, part: str, seed: int, numbers: Sequence[int]) -> Window:
-        """Rows whose number is beyond the held-out set stay empty."""
+        """The programs of some numbers; those beyond a held-out set leave their rows empty."""
         source, levels = self._source, self._source.levels(part)
-        window = empty(source.grammar, self._program_steps, len(numbers), len(levels))
-        for row, number in enumerate(numbers):
-            if part != "train" and number >= self._held_out:
-                continue
-            for at, level in enumerate(levels):
-                self._write(window, source.program(part, seed, number, level), row, at)
-        return window
+        forced = source.grammar.forced
+        programs = [
+            source.program(part, seed, number, level)
+            if part == "train" or number < self._held_out
+            else Program("", "")
+            for number in numbers
+            for level in levels
+        ]
+        read = [text + answer[:-1] if forced else text for text, answer in programs]
+        answers = [answer for _, answer in programs]
+        shape = len(numbers), len(levels)
+        steps, characters = window_steps(source.grammar, self._program_steps)
+        first = [max(0, len(text) - 1) if forced else len(text) for text, _ in programs]
+        return Window(
+            self._numbered(read, steps, shape),
+            self._numbered(answers, characters, shape),
+            np.array(first, np.int32).reshape(shape),
+            np.array([len(answer) for answer in answers], np.int32).reshape(shape),
+        )
 
-    def _write(self, window: Window, program: Program, row: int, level: int) -> None:
-        forced = self._source.grammar.forced
-        answer = program.answer.encode().translate(self._numbers)
-        text = program.text.encode().translate(self._numbers)
-        read = np.frombuffer(text + answer[:-1] if forced else text, np.uint8)
-        window.tokens[: len(read), row, level] = read
-        window.answers[: len(answer), row, level] = np.frombuffer(answer, np.uint8)
-        window.first[row, level] = len(text) - 1 if forced else len(text)
-        window.size[row, level] = len(answer)
+    def _numbered(self, texts: Sequence[str], steps: int, shape: tuple[int, int]) -> np.ndarray:
+        """Texts as numbers of characters, with blanks behind them, uint8 ``[steps, *shape]``."""
+        joined = "".join(text.ljust(steps, _BLANK) for text in texts)
+        numbers = np.frombuffer(joined.encode().translate(self._numbers), np.uint8)
+        return np.moveaxis(numbers.reshape(*shape, steps), -1, 0)
 
 
 def held_out_rows(count: int) -> int:
@@ -160,16 +168,10 @@ def held_out_rows(count: int) -> int:
     return min(_EVALUATION_ROWS, count)
 
 
-def empty(grammar: Grammar, program_steps: int, rows: int, levels: int) -> Window:
-    """A window, as the host reads it, without programs."""
+def window_steps(grammar: Grammar, program_steps: int) -> tuple[int, int]:
+    """T and S of windows with room for programs of so many characters."""
     answer = grammar.answer_characters
-    steps = program_steps + answer - (1 if grammar.forced else 0)
-    return Window(
-        np.full((steps, rows, levels), BLANK, np.uint8),
-        np.full((answer, rows, levels), BLANK, np.uint8),
-        np.zeros((rows, levels), np.int32),
-        np.zeros((rows, levels), np.int32),
-    )
+    return program_steps + answer - (1 if grammar.forced else 0), answer
 
 
 def at_level(window: Window, level: Any) -> Window:

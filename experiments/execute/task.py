@@ -25,9 +25,9 @@ from experiments.execute.programs import (
     Source,
     Window,
     at_level,
-    empty,
     held_out_rows,
     share,
+    window_steps,
 )
 from experiments.execute.santoro import Santoro
 from experiments.execute.settings import ExecuteSettings
@@ -130,10 +130,13 @@ class ExecuteTask(ExecuteSettings, BaseTask):
 
     def shapes(self, rows: int) -> Window:
         levels = len(self.source.levels("train"))
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
-            empty(self.programs, self.room, rows, levels),
-        )
+        steps, characters = window_steps(self.programs, self.room)
+
+        def leaf(dtype: Any, *lead: int) -> Any:
+            return jax.ShapeDtypeStruct((*lead, rows, levels), dtype)
+
+        tokens, answers = leaf(jnp.uint8, steps), leaf(jnp.uint8, characters)
+        return Window(tokens, answers, leaf(jnp.int32), leaf(jnp.int32))
 
     def start(self, fresh: Fresh, data: Any, key: jax.Array, rows: Rows) -> Any:
         """Where the curriculum is, if it climbs."""

@@ -53,7 +53,7 @@ class ModelSettings:
         "GATO's ablations: what becomes of s", choices=("accumulate", "zero", "replace")
     )
     memory_slots: int | None = setting(
-        "slots of a memory (rmc, dnc); of an RMC they share --hidden_size", least=1
+        "slots of a memory (rmc, dnc, rma); those of an RMC share --hidden_size", least=1
     )
     heads: int | None = setting("attention heads of an RMC", least=1)
     lambda_: float | None = setting("GATO's decay rate", least=0, below=1)

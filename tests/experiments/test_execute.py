@@ -17,6 +17,7 @@ from experiments.execute.santoro import OPERATIONS, Santoro
 from experiments.execute.settings import EXECUTE
 from experiments.execute.show import Examples
 from experiments.execute.zaremba import Zaremba
+from experiments.settings.cells import build_cell
 from experiments.settings.errors import UserError
 from experiments.settings.resolver import resolve
 from experiments.training import loop
@@ -470,9 +471,30 @@ def test_the_binary_shows_programs(program, tmp_path):
     assert b"wrong, " in events
 
 
+def test_an_rmc_has_the_slots_and_heads_that_are_asked_for():
+    """Even where those that it has of its own accord do not divide its size."""
+    run = config(cell="ur_rmc", hidden_size=45, memory_slots=3, heads=5)
+    cell = build_cell(run.model)
+    assert (cell.memory_slots, cell.heads, cell.features) == (3, 5, 45)
+    ur = {cell: resolve(EXECUTE, "ur", {"cell": cell}) for cell in ("rmc", "lstm")}
+    assert ur["rmc"].training.steps == 200_000
+    assert ur["lstm"].training.steps == 500_000
+    assert (ur["rmc"].model.memory_slots, ur["rmc"].model.heads) == (2, 2)
+    assert (ur["lstm"].model.memory_slots, ur["lstm"].model.heads) == (None, None)
+    newer = {"model.memory_slots", "model.heads"}
+    identity = {name: v for name, v in ur["lstm"].identity().items() if name not in newer}
+    with mock.patch.object(type(ur["lstm"]), "identity", lambda _: identity):
+        before = ur["lstm"].hash()  # as if there were no such settings
+    assert ur["lstm"].hash() == before
+    slots = {config(cell="rmc", hidden_size=24, memory_slots=n).hash() for n in (2, 3, 4)}
+    assert len(slots) == 3
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
+        ({"cell": "rmc", "hidden_size": 30, "memory_slots": 4}, "4 slots do not divide 30"),
+        ({"heads": 2}, "--heads is not for lstm"),
         ({"curriculum": "steep"}, "--curriculum is one of mix, combine, naive, baseline"),
         ({"program_steps": 9}, "has up to 10 characters, which are more than the encoder reads"),
         ({"length": 1}, "there are 729 such programs, too few"),

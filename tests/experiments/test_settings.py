@@ -270,7 +270,8 @@ def test_what_a_paper_says_is_not_ours():
 @pytest.mark.parametrize("name", ALL)
 def test_a_protocol_says_what_has_no_default(name):
     """Beside what is the cell's: a setting is never left open."""
-    of_the_cell = {n for group in TORCH_CELLS.values() for n in group} | {"refine_bias"}
+    of_the_cell = {n for group in TORCH_CELLS.values() for n in group}
+    of_the_cell |= {"refine_bias", "memory_slots", "heads"}
     for protocol in ALL[name].protocols:
         values = ALL[name].values(protocol)
         known = ALL[name].known()

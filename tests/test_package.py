@@ -183,7 +183,8 @@ ROOMS = (
     {"figures"},
     {"training"},
     {"command"},
-    {"copy", "adding", "pixels", "language_model", "sentiment", "stay", "execute", "recall"},
+    {"copy", "adding", "pixels", "language_model", "sentiment", "stay"}
+    | {"execute", "recall", "match"},
     {"forgetting", "transfer_copy"},
     {"catalog"},
     {"compare", "diagnose"},

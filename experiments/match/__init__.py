@@ -1,0 +1,1 @@
+"""Agents that must remember: ``python -m experiments.match``."""

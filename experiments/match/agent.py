@@ -1,0 +1,155 @@
+"""The agent: encoder, recurrent layers, and from their output a policy and a value.
+
+Letters: T steps, B batch, A actions, P numbers of an encoded observation, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from experiments.match.environments import Environment
+from experiments.match.losses import Targeted
+from experiments.training.models import EVALUATION, Decoder, Pass, recurred
+from recurrent_gates import RNN, Stack
+from recurrent_gates.initializers import torch_linear_bias, torch_linear_kernel
+
+
+class Seen(NamedTuple):
+    """What an agent reads at a step, leaves ``[T, B, ...]`` or ``[B, ...]``.
+
+    Attributes:
+      observation: of the environment.
+      action: the one before, int32; 0 at the first step of an episode.
+      reward: the one before, float32; 0 at the first step of an episode.
+      fresh: whether this is the first step of an episode.
+    """
+
+    observation: jax.Array
+    action: jax.Array
+    reward: jax.Array
+    fresh: jax.Array
+
+
+class Answer(NamedTuple):
+    """What an agent says at a step.
+
+    Attributes:
+      logits: of the actions, ``[T, B, A]``.
+      value: ``[T, B]``.
+      recalled: what it gives back of what it saw; None: it is not asked for it.
+    """
+
+    logits: jax.Array
+    value: jax.Array
+    recalled: Targeted | None = None
+
+
+def packed(environment: Environment, seen: Seen) -> jax.Array:
+    """What an agent reads as numbers, float32 ``[..., P + A + 1]``."""
+    parts = [
+        environment.encode(seen.observation),
+        jax.nn.one_hot(seen.action, environment.actions, dtype=jnp.float32),
+        seen.reward[..., None],
+    ]
+    return jnp.concatenate(parts, axis=-1)
+
+
+def target(environment: Environment, seen: Seen) -> Targeted:
+    """What a memory should give back of a step."""
+    return Targeted(environment.encode(seen.observation), seen.action, seen.reward)
+
+
+class Eye(nn.Module):
+    """Packed inputs -> features: the observation's code, action and reward as they are.
+
+    Attributes:
+      shape: rows, columns and channels of an image, or the P numbers of symbols.
+      channels: of 3 x 3 convolutions with ReLU between them; none: the pixels as they are.
+      width: of the observation's code.
+      remembers: whether action and reward are read, too.
+    """
+
+    shape: tuple[int, ...]
+    channels: Sequence[int]
+    width: int
+    remembers: bool
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        count = 1
+        for length in self.shape:
+            count *= length
+        x, others = inputs[..., :count], inputs[..., count:]
+        if self.channels:
+            x = x.reshape(*x.shape[:-1], *self.shape)
+            for index, channels in enumerate(self.channels):
+                x = nn.relu(x) if index else x
+                x = nn.Conv(channels, (3, 3))(x)
+            x = x.reshape(*x.shape[:-3], -1)
+        code = nn.Dense(
+            self.width, kernel_init=torch_linear_kernel, bias_init=torch_linear_bias(x.shape[-1])
+        )(x)
+        return jnp.concatenate([nn.relu(code), others if self.remembers else 0 * others], axis=-1)
+
+
+class Recaller(nn.Module):
+    """Output of the recurrent layers -> what was seen at that step.
+
+    Attributes:
+      pixels: P.
+      actions: A.
+    """
+
+    pixels: int
+    actions: int
+
+    @nn.compact
+    def __call__(self, y: jax.Array) -> Targeted:
+        pixels, action, reward = (Decoder((n,))(y) for n in (self.pixels, self.actions, 1))
+        return Targeted(pixels, action, reward[..., 0])
+
+
+class Agent(nn.Module):
+    """Policy and value from the output of recurrent layers.
+
+    Attributes:
+      encoder: of packed inputs.
+      recurrent: time-major recurrent layers.
+      policy: output -> logits.
+      baseline: output -> value.
+      recaller: output -> what was seen, or None.
+      memoryless: every step starts from the layers' first state: a feed-forward agent.
+    """
+
+    encoder: Eye
+    recurrent: RNN | Stack
+    policy: Decoder
+    baseline: Decoder
+    recaller: Recaller | None
+    memoryless: bool
+
+    def __call__(
+        self, inputs: jax.Array, fresh: jax.Array, *, during: Pass = EVALUATION, carry: Any = None
+    ) -> tuple[Any, Answer]:
+        """Some steps.
+
+        Args:
+          inputs: packed, ``[T, B, P + A + 1]``.
+          fresh: which steps are the first of an episode, bool ``[T, B]``.
+          during: what acts on the model in this pass.
+          carry: before the first step; default: the layers' own start.
+
+        Returns:
+          The carry after the last step, and the answers of all.
+        """
+        resets = jnp.ones_like(fresh) if self.memoryless else fresh
+        carry, y = recurred(self, inputs, during, carry, {"resets": resets})
+        masks = during.masks(self.policy.widths[:-1])
+        logits = self.policy(y, *masks)
+        value = self.baseline(y, *masks)[..., 0]
+        return carry, Answer(logits, value, None if self.recaller is None else self.recaller(y))

@@ -1,0 +1,126 @@
+"""What an actor and a critic learn from: returns, advantages, losses, and RMA's reconstructions.
+
+Letters: T steps of a window, B batch, A actions. All arrays are time-major. ``discounts`` are zero
+where an episode ends; ``values`` have one entry more than the rewards, the last of which stands for
+what comes after the window.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class Targets(NamedTuple):
+    """What the critic should have said and by how much each action was better, ``[T, B]``."""
+
+    returns: jax.Array
+    advantages: jax.Array
+
+
+def lambda_targets(
+    rewards: jax.Array, discounts: jax.Array, values: jax.Array, decay: float
+) -> Targets:
+    """Lambda-returns G_t = r_t + d_t ((1 - lambda) v_{t+1} + lambda G_{t+1}) (Sutton and Barto,
+    12.3), and what they are above the values.
+
+    Args:
+      rewards, discounts: ``[T, B]``.
+      values: ``[T + 1, B]``.
+      decay: lambda; 1: the discounted rewards to the end, 0: of one step.
+    """
+
+    def back(later: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        reward, discount, value = at
+        now = reward + discount * ((1 - decay) * value + decay * later)
+        return now, now
+
+    each = (rewards, discounts, values[1:])
+    _, returns = jax.lax.scan(back, values[-1], each, reverse=True)
+    return Targets(returns, returns - values[:-1])
+
+
+def n_step_targets(
+    rewards: jax.Array, discounts: jax.Array, values: jax.Array, steps: int
+) -> Targets:
+    """Returns of n rewards and the value after them (Mnih et al., 2016); fewer before the window's
+    end."""
+    length = len(rewards)
+    n = min(steps, length)
+    returns = jnp.concatenate(
+        [values[n:], jnp.broadcast_to(values[-1], (n - 1, *values[-1].shape))]
+    )
+    for ahead in reversed(range(n)):
+        within = jnp.arange(length)[:, None] + ahead < length
+        reward = jnp.roll(rewards, -ahead, axis=0)
+        discount = jnp.roll(discounts, -ahead, axis=0)
+        returns = jnp.where(within, reward + discount * returns, returns)
+    return Targets(returns, returns - values[:-1])
+
+
+def v_trace_targets(
+    rewards: jax.Array, discounts: jax.Array, values: jax.Array, ratios: jax.Array, decay: float
+) -> Targets:
+    """V-trace (Espeholt et al., 2018, Eq. 1 and 4.2) with clips of 1.
+
+    Args:
+      rewards, discounts: ``[T, B]``.
+      values: ``[T + 1, B]``.
+      ratios: how much likelier an action is now than when it was taken, ``[T, B]``.
+      decay: lambda, a factor on c.
+    """
+    rho = jnp.minimum(1, ratios)
+    c = decay * rho
+    errors = rho * (rewards + discounts * values[1:] - values[:-1])
+
+    def back(later: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        error, discount, cut = at
+        now = error + discount * cut * later  # Eq. (1), as in its Remark 1
+        return now, now
+
+    zero = jnp.zeros_like(values[-1])
+    _, above = jax.lax.scan(back, zero, (errors, discounts, c), reverse=True)
+    returns = values[:-1] + above
+    after = jnp.concatenate([returns[1:], values[-1:]])
+    # An action's worth mixes what follows as the returns do: with lambda 1, of section 4.2.
+    after = (1 - decay) * values[1:] + decay * after
+    return Targets(returns, rho * (rewards + discounts * after - values[:-1]))
+
+
+def entropy(logits: jax.Array) -> jax.Array:
+    """Of the actions, ``[T, B, A]`` -> ``[T, B]``."""
+    log_p = jax.nn.log_softmax(logits)
+    return -(jnp.exp(log_p) * log_p).sum(axis=-1)
+
+
+def log_probability(logits: jax.Array, actions: jax.Array) -> jax.Array:
+    """Of actions int32 ``[T, B]`` under logits ``[T, B, A]``."""
+    log_p = jax.nn.log_softmax(logits)
+    return jnp.take_along_axis(log_p, actions[..., None], axis=-1)[..., 0]
+
+
+class Targeted(NamedTuple):
+    """What a memory is asked to give back: pixels in [0, 1], the action and the reward before."""
+
+    pixels: jax.Array
+    action: jax.Array
+    reward: jax.Array
+
+
+def reconstruction(given: Targeted, target: Targeted, image_cost: float) -> jax.Array:
+    """RMA's losses of what its latents are decoded into, ``[T, B]``.
+
+    Bernoulli's cross-entropy of the pixels, times ``image_cost`` over their number; the actions'
+    cross-entropy; half the squared error of the reward (Hung et al., 2018, and its code).
+
+    Args:
+      given: logits ``[T, B, P]`` and ``[T, B, A]``, and a number ``[T, B]``.
+      target: numbers ``[T, B, P]``, int32 ``[T, B]`` and ``[T, B]``.
+      image_cost: 50 in that code.
+    """
+    image = optax.sigmoid_binary_cross_entropy(given.pixels, target.pixels).mean(axis=-1)
+    action = -log_probability(given.action, target.action)
+    return image_cost * image + action + jnp.square(given.reward - target.reward) / 2

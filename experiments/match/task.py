@@ -1,0 +1,336 @@
+"""An agent as a task: its own play is the data, its environment and memory are the stream.
+
+Letters: T steps of a window, B batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from experiments.machine.mesh import Rows
+from experiments.match import losses
+from experiments.match.agent import Agent, Answer, Eye, Recaller, Seen, packed, target
+from experiments.match.environments import Environment, build
+from experiments.match.environments.base import Turn, restarted
+from experiments.match.environments.repeat_previous import DECK
+from experiments.match.settings import MatchSettings
+from experiments.settings.errors import UserError
+from experiments.settings.metrics import Metric
+from experiments.settings.model import ModelSettings
+from experiments.training.models import Decoder
+from experiments.training.task import Apply, BaseTask, Fresh, Outcome, Resident, Total
+from recurrent_gates import RNN, Stack
+
+_HELD_OUT_KEY = 0x3A7C8  # of the held-out episodes: the same for all seeds and cells
+
+
+class Stream(NamedTuple):
+    """What goes on from window to window, leaves ``[B, ...]``.
+
+    Attributes:
+      environment: the environments' states.
+      seen: what the agent reads next.
+      carry: of the recurrent layers.
+    """
+
+    environment: Any
+    seen: Seen
+    carry: Any
+
+
+class Play(NamedTuple):
+    """Steps that were played, leaves ``[T, B]``.
+
+    Attributes:
+      seen: what the agent read.
+      action: what it did, int32.
+      log_p: how likely that was, float32.
+      turn: what followed.
+    """
+
+    seen: Seen
+    action: jax.Array
+    log_p: jax.Array
+    turn: Turn
+
+
+class Window(NamedTuple):
+    """What an update learns from.
+
+    Attributes:
+      seen: what the agent read, and after the last step what it reads next, ``[T + 1, B, ...]``.
+      actions: int32 ``[T, B]``.
+      log_p: how likely they were when they were taken, ``[T, B]``.
+      rewards: ``[T, B]``.
+      ends: which steps ended an episode, bool ``[T, B]``.
+      carry: of the recurrent layers before the first step, leaves ``[B, ...]``.
+    """
+
+    seen: Any
+    actions: Any
+    log_p: Any
+    rewards: Any
+    ends: Any
+    carry: Any
+
+
+class Score(NamedTuple):
+    """Rewards of whole episodes ``[B]``: all, and those of the last phase; and how they were won."""
+
+    whole: jax.Array
+    last_phase: jax.Array
+    greedy: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatchTask(MatchSettings, BaseTask):
+    """Actor and critic on many copies of an environment at once."""
+
+    name = "match"
+    axes = Window(1, 1, 1, 1, 1, 0)
+    stream_axes = 0
+    unit = "frames"
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        names = ("last_phase_reward", "return", "greedy_last_phase_reward", "greedy_return")
+        return tuple(Metric(name, True, self.environment.chance, "chance") for name in names)
+
+    @property
+    def units_per_row(self) -> float:
+        return float(self.span)
+
+    @functools.cached_property
+    def environment(self) -> Environment:
+        """What is played."""
+        return build(self)
+
+    @property
+    def span(self) -> int:
+        """T."""
+        return self.window or self.environment.steps
+
+    def check(self) -> None:
+        """Raises ``UserError`` on settings that cannot be."""
+        if self.challenge == "repeat_previous" and self.lag >= DECK * self.decks:
+            raise UserError(
+                f"--lag={self.lag} asks for a card before the first of the {DECK * self.decks} "
+                f"that --decks={self.decks} has; it must be below that."
+            )
+        if self.apples and not self.apple_rewards:
+            raise UserError("--apple_rewards must name at least one value.")
+        if self.channels and self.environment.symbols:
+            raise UserError(
+                f"--channels is for images, and {self.challenge} shows symbols: give "
+                "--channels=none."
+            )
+        if self.returns == "v_trace" and self.passes == 1:
+            raise UserError(
+                "--returns=v_trace has no effect with --passes=1: the policy that acted is the "
+                "one that learns."
+            )
+
+    # The model.
+
+    def module(self, recurrent: RNN | Stack, model: ModelSettings) -> nn.Module:
+        observation = jax.eval_shape(self.environment.reset, jax.random.key(0))[0]
+        pixels = jax.eval_shape(self.environment.encode, observation).shape[-1]
+        shape = observation.shape if self.channels else (pixels,)
+        actions = self.environment.actions
+        return Agent(
+            encoder=Eye(shape, self.channels, self.code, not self.memoryless),
+            recurrent=recurrent,
+            policy=Decoder((*model.decoder, actions)),
+            baseline=Decoder((*model.decoder, 1)),
+            recaller=Recaller(pixels, actions) if self.reconstruction else None,
+            memoryless=self.memoryless,
+        )
+
+    def example(self) -> tuple[jax.Array, jax.Array]:
+        inputs = jax.eval_shape(
+            lambda key: packed(self.environment, self._first(key[None])[0]), jax.random.key(0)
+        )
+        return jnp.zeros((1, *inputs.shape), inputs.dtype), jnp.ones((1, 1), bool)
+
+    # The stream.
+
+    def data(self) -> Resident:
+        return Resident(())
+
+    def shapes(self, rows: int) -> tuple[()]:
+        del rows
+        return ()
+
+    def start(self, fresh: Fresh, data: Any, key: jax.Array, rows: Rows) -> Stream:
+        del data
+        seen, states = self._first(_of_rows(key, rows))
+        return Stream(states, seen, fresh(rows.count))
+
+    def draw(
+        self, act: Apply, data: Any, stream: Stream, key: jax.Array, step: jax.Array, rows: Rows
+    ) -> tuple[Window, Stream]:
+        del data
+        keys = jax.random.split(jax.random.fold_in(key, step), self.span)
+
+        def play(stream: Stream, key: jax.Array) -> tuple[Stream, Play]:
+            return self.play(act, stream, _of_rows(key, rows), jnp.bool_(False))
+
+        after, played = jax.lax.scan(play, stream, keys)
+        seen = jax.tree.map(
+            lambda steps, last: jnp.concatenate([steps, last[None]]), played.seen, after.seen
+        )
+        turn = played.turn
+        window = Window(seen, played.action, played.log_p, turn.reward, turn.done, stream.carry)
+        return window, after
+
+    def play(
+        self, act: Apply, stream: Stream, keys: jax.Array, greedy: jax.Array
+    ) -> tuple[Stream, Play]:
+        """A step of every row.
+
+        Args:
+          act: the model.
+          stream: before the step.
+          keys: one for each row.
+          greedy: take the likeliest action instead of drawing one.
+
+        Returns:
+          The stream after it, in which an episode that ended has begun anew, and the step.
+        """
+        of_action, of_step, of_reset = jnp.moveaxis(
+            jax.vmap(lambda k: jax.random.split(k, 3))(keys), 1, 0
+        )
+        carry, answer = self.answer(act, stream)
+        logits = answer.logits[0]
+        drawn = jax.vmap(jax.random.categorical)(of_action, logits)
+        action = jnp.where(greedy, logits.argmax(axis=-1), drawn).astype(jnp.int32)
+        turn = jax.vmap(self.environment.step)(of_step, stream.environment, action)
+        observation, state = restarted(
+            self.environment, of_reset, turn.done, turn.observation, turn.state
+        )
+        seen = Seen(
+            observation,
+            jnp.where(turn.done, 0, action),
+            jnp.where(turn.done, 0, turn.reward),
+            turn.done,
+        )
+        log_p = losses.log_probability(logits, action)
+        return Stream(state, seen, carry), Play(stream.seen, action, log_p, turn)
+
+    def answer(self, act: Apply, stream: Stream) -> tuple[Any, Answer]:
+        """What the model says now: the carry after it, and answers ``[1, B, ...]``."""
+        now = jax.tree.map(lambda leaf: leaf[None], stream.seen)
+        answered: tuple[Any, Answer] = act(
+            packed(self.environment, now), now.fresh, carry=stream.carry
+        )
+        return answered
+
+    def _first(self, keys: jax.Array) -> tuple[Seen, Any]:
+        """The first step of new episodes, and their states."""
+        observation, states = jax.vmap(self.environment.reset)(keys)
+        rows = len(observation)
+        zeros = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32)
+        return Seen(observation, *zeros, jnp.ones(rows, bool)), states
+
+    # What is learnt.
+
+    def loss(self, apply: Apply, params: Any, window: Any, stream: Any, train: bool) -> Outcome:
+        if not train:
+            return Outcome((jnp.float32(0), 1), self._sums(window), stream)
+        seen: Seen = window.seen
+        _, answer = apply(params, packed(self.environment, seen), seen.fresh, carry=window.carry)
+        logits = answer.logits[:-1]
+        log_p = losses.log_probability(logits, window.actions)
+        ratios = jnp.exp(jax.lax.stop_gradient(log_p) - window.log_p)
+        targets = self._targets(window, jax.lax.stop_gradient(answer.value), ratios)
+        cost = -log_p * targets.advantages
+        cost += self.baseline_cost * jnp.square(targets.returns - answer.value[:-1]) / 2
+        cost -= self.entropy_cost * losses.entropy(logits)
+        if answer.recalled is not None:
+            recalled = losses.reconstruction(
+                answer.recalled, target(self.environment, seen), self.image_cost
+            )
+            cost += recalled[:-1]
+        total = (cost.sum(), cost.size)
+        return Outcome(total, {"loss": total}, stream)
+
+    def _targets(self, window: Window, values: jax.Array, ratios: jax.Array) -> losses.Targets:
+        discounts = jnp.where(window.ends, 0, jnp.float32(self.discount))
+        if self.returns == "n_step":
+            return losses.n_step_targets(window.rewards, discounts, values, self.n_steps)
+        if self.returns == "v_trace":
+            return losses.v_trace_targets(
+                window.rewards, discounts, values, ratios, self.return_decay
+            )
+        return losses.lambda_targets(window.rewards, discounts, values, self.return_decay)
+
+    def update(self, descend: Any, learned: Any, window: Window, key: jax.Array) -> tuple[Any, Any]:
+        """Some updates on a window."""
+        del key
+        learned, descent = descend(learned, window)
+        for _ in range(self.passes - 1):
+            learned, descent = descend(learned, window)
+        return learned, descent
+
+    # Evaluation.
+
+    def held_out(self, data: Any, devices: int) -> dict[str, _Episodes]:
+        del data, devices
+        return {"held_out": _Episodes(self)}
+
+    def _sums(self, score: Score) -> dict[str, Total]:
+        """Totals and weights of one window of episodes, which were won in one of two ways."""
+        sums: dict[str, Total] = {}
+        for prefix, counts in (("", ~score.greedy), ("greedy_", score.greedy)):
+            weight = jnp.where(counts, jnp.float32(len(score.whole)), 0)
+            sums[f"{prefix}last_phase_reward"] = (
+                jnp.where(counts, score.last_phase.sum(), 0),
+                weight,
+            )
+            sums[f"{prefix}return"] = (jnp.where(counts, score.whole.sum(), 0), weight)
+        return sums
+
+
+class _Episodes:
+    """Fixed episodes, played twice: with actions that are drawn, and with the likeliest ones."""
+
+    windows = 2
+
+    def __init__(self, task: MatchTask) -> None:
+        self._task, self.rows = task, task.held_out_episodes
+
+    def start(self, fresh: Fresh, data: Any, rows: Rows) -> Any:
+        """The layers' own start, for the shape of a carry: every episode begins anew."""
+        del data
+        return fresh(rows.count)
+
+    def draw(
+        self, act: Apply, data: Any, stream: Any, index: jax.Array, rows: Rows
+    ) -> tuple[Score, Any]:
+        task, greedy = self._task, index == 1
+        start, later = jax.random.split(jax.random.key(_HELD_OUT_KEY))
+        first = task.start(lambda _: stream, data, start, rows)
+        zeros = jnp.zeros(rows.count, jnp.float32)
+
+        def play(state: Any, key: jax.Array) -> tuple[Any, None]:
+            now, running, whole, last = state
+            now, step = task.play(act, now, _of_rows(key, rows), greedy)
+            reward = jnp.where(running, step.turn.reward, 0)
+            of_last = jnp.where(step.turn.info["last_phase"], reward, 0)
+            return (now, running & ~step.turn.done, whole + reward, last + of_last), None
+
+        keys = jax.random.split(later, task.environment.steps)
+        state = (first, jnp.ones(rows.count, bool), zeros, zeros)
+        (_, _, whole, last), _ = jax.lax.scan(play, state, keys)
+        return Score(whole, last, greedy), stream
+
+
+def _of_rows(key: jax.Array, rows: Rows) -> jax.Array:
+    """A key for each row, by its number: the same on any number of devices."""
+    return jax.vmap(lambda row: jax.random.fold_in(key, row))(rows.numbers)

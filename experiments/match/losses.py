@@ -21,6 +21,13 @@ class Targets(NamedTuple):
     advantages: jax.Array
 
 
+class Costs(NamedTuple):
+    """Weights of half the squared error of the values, and of the entropy."""
+
+    baseline: float
+    entropy: float
+
+
 def lambda_targets(
     rewards: jax.Array, discounts: jax.Array, values: jax.Array, decay: float
 ) -> Targets:
@@ -88,6 +95,24 @@ def v_trace_targets(
     # An action's worth mixes what follows as the returns do: with lambda 1, of section 4.2.
     after = (1 - decay) * values[1:] + decay * after
     return Targets(returns, rho * (rewards + discounts * after - values[:-1]))
+
+
+def actor_critic(
+    logits: jax.Array, values: jax.Array, actions: jax.Array, targets: Targets, costs: Costs
+) -> jax.Array:
+    """The loss of each step, ``[T, B]``; targets are constants.
+
+    Args:
+      logits: ``[T, B, A]``.
+      values: ``[T, B]``.
+      actions: that were taken, int32 ``[T, B]``.
+      targets: of the same steps.
+      costs: weights of its parts.
+    """
+    targets = jax.lax.stop_gradient(targets)
+    policy = -log_probability(logits, actions) * targets.advantages
+    baseline = jnp.square(targets.returns - values) / 2
+    return policy + costs.baseline * baseline - costs.entropy * entropy(logits)
 
 
 def entropy(logits: jax.Array) -> jax.Array:

@@ -81,7 +81,8 @@ class Window(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Rewards of whole episodes ``[B]``: all, and those of the last phase; and how they were won."""
+    """Rewards of episodes ``[B]``, all and those of the last phase, and whether actions were
+    greedy."""
 
     whole: jax.Array
     last_phase: jax.Array
@@ -203,9 +204,7 @@ class MatchTask(MatchSettings, BaseTask):
         Returns:
           The stream after it, in which an episode that ended has begun anew, and the step.
         """
-        of_action, of_step, of_reset = jnp.moveaxis(
-            jax.vmap(lambda k: jax.random.split(k, 3))(keys), 1, 0
-        )
+        of_action, of_step, of_reset = jax.vmap(lambda key: jax.random.split(key, 3))(keys).T
         carry, answer = self.answer(act, stream)
         logits = answer.logits[0]
         drawn = jax.vmap(jax.random.categorical)(of_action, logits)
@@ -247,11 +246,10 @@ class MatchTask(MatchSettings, BaseTask):
         _, answer = apply(params, packed(self.environment, seen), seen.fresh, carry=window.carry)
         logits = answer.logits[:-1]
         log_p = losses.log_probability(logits, window.actions)
-        ratios = jnp.exp(jax.lax.stop_gradient(log_p) - window.log_p)
-        targets = self._targets(window, jax.lax.stop_gradient(answer.value), ratios)
-        cost = -log_p * targets.advantages
-        cost += self.baseline_cost * jnp.square(targets.returns - answer.value[:-1]) / 2
-        cost -= self.entropy_cost * losses.entropy(logits)
+        ratios = jnp.exp(log_p - window.log_p)
+        targets = self._targets(window, answer.value, ratios)
+        costs = losses.Costs(self.baseline_cost, self.entropy_cost)
+        cost = losses.actor_critic(logits, answer.value[:-1], window.actions, targets, costs)
         if answer.recalled is not None:
             recalled = losses.reconstruction(
                 answer.recalled, target(self.environment, seen), self.image_cost

@@ -53,8 +53,8 @@ def draw(config: Config, work: Workdir, say: Callable[[str], None]) -> None:
         below.set_xlabel(f"training {config.task.unit}")
         below.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
         below.set_xlim(0, examples[-1] or 1)
-        if metric.higher_is_better:
-            below.set_ylim(0, 1.03)
+        if metric.higher_is_better:  # probabilities in [0, 1], or rewards
+            below.set_ylim(min(0, np.nanmin(score)), 1.03 * max(1, np.nanmax(score)))
         for axes in (above, below):
             axes.grid(alpha=0.25, linewidth=0.6)
         if len(labels) > 1 or any(diverged):

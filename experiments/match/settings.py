@@ -50,6 +50,12 @@ class MatchSettings:
         most=1000,
         needs="apples",
     )
+    shuffled: bool = setting(
+        "the doors of match have other colours in every episode, or another order; else their "
+        "place alone tells the colour",
+        Sourced(True, "Hung et al., 2018: of each episode; the public code: of each copy"),
+        needs=("challenge", _MATCH),
+    )
     length: int = setting(
         "steps from the start of the T-maze to its fork",
         Sourced(10, "ours: short"),
@@ -224,6 +230,7 @@ _PROTOCOLS = {
             "distractor_steps": Sourced(10, "ours: as explore_steps"),
             "reward_steps": Sourced(15, "the public code"),
             "apples": Sourced(0, "ours: as explore_steps"),
+            "shuffled": Sourced(False, "ours: as explore_steps"),
             "cell": Sourced("ur_lstm", "ours: UR's cell"),
             "channels": Sourced((), "ours: as explore_steps"),
             "code": Sourced(64, "ours: as explore_steps"),
@@ -235,9 +242,9 @@ _PROTOCOLS = {
             "clip_norm": Sourced(0.5, "ours: as explore_steps"),
             "discount": Sourced(0.96, "UR D"),
             "return_decay": Sourced(0.95, "ours: as explore_steps"),
-            "entropy_cost": Sourced(0.03, "ours: as explore_steps"),
-            "steps": Sourced(5000, "ours: as explore_steps"),
-            "eval_every": Sourced(250, "ours: 20 points on the curve"),
+            "entropy_cost": Sourced(0.3, "ours: with less it goes to the next door for ever"),
+            "steps": Sourced(2500, "ours: as explore_steps"),
+            "eval_every": Sourced(125, "ours: 20 points on the curve"),
         },
         cells=LIBRARY_CELLS,
     ),

@@ -31,4 +31,5 @@ def build(settings: MatchSettings) -> Environment:
         phases=(settings.explore_steps, settings.distractor_steps, settings.reward_steps),
         apples=settings.apples,
         apple_rewards=settings.apple_rewards,
+        shuffled=settings.shuffled,
     )

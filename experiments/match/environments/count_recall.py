@@ -58,8 +58,8 @@ class CountRecall(Environment):
 
     def reset(self, key: jax.Array) -> tuple[jax.Array, Questions]:
         keys = jax.random.split(key)
-        decks = [shuffled(one, self.decks, KINDS[self.kind]) for one in keys]
-        state = Questions(*decks, jnp.int32(1))
+        cards, asked = (shuffled(one, self.decks, KINDS[self.kind]) for one in keys)
+        state = Questions(cards, asked, jnp.int32(1))
         return self._seen(state), state
 
     def step(self, key: jax.Array, state: Questions, action: jax.Array) -> Turn:

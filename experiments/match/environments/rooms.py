@@ -10,8 +10,8 @@ it. Two sets of rules:
   one gives 10 and the others 1; an episode ends 0.2 seconds after a door is touched.
 
 Ours are: the corridor of Passive Match, which the public version lacks, and the place of the fourth
-door. Colours are shuffled for every episode; the public version shuffles them once for each of
-its copies, which have no counterpart here.
+door. The public version shuffles the doors' colours once for each of its copies, which keeps them;
+here they are shuffled for every episode, as in the original, or the same for all copies.
 """
 
 from __future__ import annotations
@@ -140,6 +140,7 @@ class Match(Environment):
       phases: steps of each of the three.
       apples: how many there are in the second phase.
       apple_rewards: one of them, drawn for each episode, is what its apples give.
+      shuffled: the doors' colours are shuffled for every episode; else they never change.
     """
 
     active: bool = False
@@ -147,6 +148,7 @@ class Match(Environment):
     phases: tuple[int, int, int] = (15, 90, 15)
     apples: int = 10
     apple_rewards: tuple[float, ...] = (1.0, 10.0)
+    shuffled: bool = True
 
     @property
     def actions(self) -> int:
@@ -167,9 +169,9 @@ class Match(Environment):
 
     def reset(self, key: jax.Array) -> tuple[jax.Array, Rooms]:
         keys = jax.random.split(key, 6)
-        doors, every = len(self._doors), _COLOURS[self.rules]
+        doors, every = len(self._doors), jnp.asarray(_COLOURS[self.rules])
         starts = _cells(self._explore, "+")
-        order = jax.random.permutation(keys[0], len(every))[:doors]
+        order = jax.random.permutation(keys[0], len(every))
         cue = jax.random.randint(keys[2], (), 0, len(_cells(self._explore, "p")), jnp.int32)
         kept = jax.random.permutation(keys[4], MOST_APPLES) < self.apples
         rewards = jnp.asarray(self.apple_rewards or (0.0,), jnp.float32)
@@ -177,7 +179,7 @@ class Match(Environment):
             clock=jnp.int32(0),
             place=jnp.asarray(starts)[jax.random.randint(keys[3], (), 0, len(starts))],
             target=jax.random.randint(keys[1], (), 0, doors, jnp.int32),
-            colours=jnp.asarray(every)[order],
+            colours=every[order[:doors]] if self.shuffled else every[-doors:],
             cue=cue,
             apples=kept,
             picked=jnp.full(MOST_APPLES, _NEVER, jnp.int32),

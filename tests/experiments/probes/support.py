@@ -5,10 +5,12 @@ import dataclasses
 from unittest import mock
 
 from experiments.machine.stopping import StoppedError, Stopping
+from experiments.match.settings import MATCH
 from experiments.settings.config import Config
 from experiments.settings.fields import defaults
 from experiments.settings.model import CarrySettings, ModelSettings
 from experiments.settings.optimization import TrainingSettings
+from experiments.settings.resolver import resolve
 from experiments.training import loop
 from experiments.training.learner import Learner
 from tests.experiments.probes.bandit import BanditTask
@@ -45,6 +47,24 @@ def config(task, **settings):
     return Config("probe", {}, task, *filled)
 
 
+def match(**settings):
+    """A config of an agent in rooms that plays episodes of nine steps."""
+    tiny = {
+        "explore_steps": 1,
+        "distractor_steps": 2,
+        "reward_steps": 6,
+        "hidden_size": 8,
+        "code": 6,
+        "decoder": (),
+        "seeds": 3,
+        "batch_size": 8,
+        "held_out_episodes": 8,
+        "steps": 8,
+        "eval_every": 4,
+    }
+    return resolve(MATCH, "small", tiny | settings)
+
+
 PROBES = {
     "text": config(TextTask()),  # 8 rows, 8 units: a carry that is cut along its units would do
     "ragged": config(RaggedTask()),
@@ -52,6 +72,7 @@ PROBES = {
     "bandit": config(BanditTask(), batch_size=32, steps=20, eval_every=10),
     "host_fed": config(HostFedTask()),
     "pretrained": config(PretrainedTask()),
+    "match": match(window=5),
 }
 
 

@@ -1,0 +1,89 @@
+"""An episode that an agent plays, as an animated picture."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.machine.mesh import Rows
+from experiments.match.task import MatchTask
+from experiments.settings.errors import UserError
+from experiments.training.learner import Learner
+
+_KEY = 0x61F  # of what is shown: two films differ by their agents alone
+_CELL = 24  # pixels
+_SECONDS = 0.15  # of a picture; the last one stays for a second
+
+
+def check(path: Path) -> None:
+    """Raises ``UserError`` if there can be no film at a path."""
+    if path.suffix != ".gif":
+        raise UserError(f"--render={path} must be the name of a file that ends in .gif.")
+    if not path.parent.is_dir():
+        raise UserError(f"--render={path}: there is no directory {path.parent}.")
+    if importlib.util.find_spec("PIL") is None:
+        raise UserError("--render needs pillow: pip install pillow.")
+
+
+def pictures(learner: Learner, params: Any) -> list[np.ndarray]:
+    """The pictures of an episode with drawn actions, uint8 ``[rows, columns, 3]``.
+
+    Args:
+      learner: of a ``MatchTask``.
+      params: of one lane.
+    """
+    task = learner.task
+    assert isinstance(task, MatchTask)
+    environment = task.environment
+
+    def act(*args: Any, **kwargs: Any) -> Any:
+        return learner.apply(params, *args, **kwargs)
+
+    def step(stream: Any, key: jax.Array) -> tuple[Any, Any]:
+        after, play = task.play(act, stream, key[None], jnp.bool_(False))
+        shown = (stream.environment, stream.seen.observation)
+        return after, (shown, play.turn.done, (play.turn.state, play.turn.observation))
+
+    @jax.jit
+    def episode() -> Any:
+        keys = jax.random.split(jax.random.key(_KEY), 1 + environment.steps)
+        start = task.start(learner.fresh, (), keys[0], Rows(0, 1, 1))
+        return jax.lax.scan(step, start, keys[1:])[1]
+
+    before, done, after = jax.device_get(episode())
+    count = int(np.argmax(done[:, 0])) + 1
+
+    def picture(shown: Any, at: int) -> np.ndarray:
+        state, observation = jax.tree.map(lambda leaf: leaf[at, 0], shown)
+        return environment.picture(state, observation)
+
+    return [*(picture(before, at) for at in range(count)), picture(after, count - 1)]
+
+
+def render(learner: Learner, params: Any, path: Path) -> None:
+    """Writes the film of an episode.
+
+    Args:
+      learner: of a ``MatchTask``.
+      params: of one lane.
+      path: of the GIF.
+
+    Raises:
+      UserError: if it cannot be written.
+    """
+    from PIL import Image
+
+    shown = [
+        Image.fromarray(one.repeat(_CELL, axis=0).repeat(_CELL, axis=1))
+        for one in pictures(learner, params)
+    ]
+    milliseconds = [int(1000 * _SECONDS)] * (len(shown) - 1) + [1000]
+    try:
+        shown[0].save(path, save_all=True, append_images=shown[1:], duration=milliseconds, loop=0)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}.") from None

@@ -42,11 +42,13 @@ class Answer(NamedTuple):
       logits: of the actions, ``[T, B, A]``.
       value: ``[T, B]``.
       recalled: what it gives back of what it saw; None: it is not asked for it.
+      strengths: of the heads that read a memory, ``[T, B, R]``; None: there are none.
     """
 
     logits: jax.Array
     value: jax.Array
     recalled: Targeted | None = None
+    strengths: jax.Array | None = None
 
 
 def packed(environment: Environment, seen: Seen) -> jax.Array:
@@ -117,6 +119,9 @@ class Recaller(nn.Module):
 class Agent(nn.Module):
     """Policy and value from the output of recurrent layers.
 
+    RMA's core gives its output in parts: then what was seen is recalled from its code z, and the
+    value is told of that and of the logits alone, as in the public code.
+
     Attributes:
       encoder: of packed inputs.
       recurrent: time-major recurrent layers.
@@ -150,6 +155,13 @@ class Agent(nn.Module):
         resets = jnp.ones_like(fresh) if self.memoryless else fresh
         carry, y = recurred(self, inputs, during, carry, {"resets": resets})
         masks = during.masks(self.policy.widths[:-1])
-        logits = self.policy(y, *masks)
-        value = self.baseline(y, *masks)[..., 0]
-        return carry, Answer(logits, value, None if self.recaller is None else self.recaller(y))
+        if isinstance(y, jax.Array):
+            logits, code, strengths = self.policy(y, *masks), y, None
+            value = self.baseline(y, *masks)
+        else:
+            code, strengths = y.z, y.strengths
+            logits = self.policy(jnp.concatenate([y.z, y.h, y.reads], axis=-1), *masks)
+            told = [code, jax.lax.stop_gradient(logits).astype(code.dtype)]
+            value = self.baseline(jnp.concatenate(told, axis=-1), *masks)
+        recalled = None if self.recaller is None else self.recaller(code)
+        return carry, Answer(logits, value[..., 0], recalled, strengths)

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+_STRENGTH_COST, _FREE_STRENGTH = 5e-5, 2.0  # the public code
+
 
 class Targets(NamedTuple):
     """What the critic should have said and by how much each action was better, ``[T, B]``."""
@@ -149,3 +151,8 @@ def reconstruction(given: Targeted, target: Targeted, image_cost: float) -> jax.
     image = optax.sigmoid_binary_cross_entropy(given.pixels, target.pixels).mean(axis=-1)
     action = -log_probability(given.action, target.action)
     return image_cost * image + action + jnp.square(given.reward - target.reward) / 2
+
+
+def strength(strengths: jax.Array) -> jax.Array:
+    """RMA's price of strong reading: ``[T, B, R]`` -> ``[T, B]`` (the public code)."""
+    return _STRENGTH_COST * jnp.maximum(strengths, _FREE_STRENGTH).sum(axis=-1)

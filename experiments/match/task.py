@@ -144,6 +144,9 @@ class MatchTask(MatchSettings, BaseTask):
         pixels = jax.eval_shape(self.environment.encode, observation).shape[-1]
         shape = observation.shape if self.channels else (pixels,)
         actions = self.environment.actions
+        cell = getattr(recurrent, "cell", None)
+        if hasattr(cell, "emit_parts"):
+            recurrent = recurrent.clone(cell=cell.clone(emit_parts=True))
         return Agent(
             encoder=Eye(shape, self.channels, self.code, not self.memoryless),
             recurrent=recurrent,
@@ -255,6 +258,8 @@ class MatchTask(MatchSettings, BaseTask):
                 answer.recalled, target(self.environment, seen), self.image_cost
             )
             cost += recalled[:-1]
+            if answer.strengths is not None:
+                cost += losses.strength(answer.strengths[:-1])
         total = (cost.sum(), cost.size)
         return Outcome(total, {"loss": total}, stream)
 

@@ -25,7 +25,7 @@ EVERY = Rows(0, 8, 8)
 
 @functools.cache
 def started(**settings):
-    """A learner, its first state and a function that draws windows with its parameters."""
+    """A learner, its first state, its model, and a function that draws windows with it."""
     learner = Learner(tiny(seeds=1, **settings))
     learner.load()
     state = learner.initial()
@@ -35,11 +35,11 @@ def started(**settings):
         act = functools.partial(learner.apply, state.params)
         return learner.task.draw(act, (), stream, jax.random.key(1), step, EVERY)
 
-    return learner, state, draw
+    return learner, state, quick_jit(functools.partial(learner.apply, state.params)), draw
 
 
 def windows(count, **settings):
-    _, state, draw = started(**settings)
+    _, state, _, draw = started(**settings)
     stream = state.stream
     for step in range(count):
         window, stream = draw(stream, jnp.int32(step))
@@ -48,17 +48,16 @@ def windows(count, **settings):
 
 def replayed(played, fresh, settings):
     """Logits of a window in one go."""
-    learner, state, _ = started(**settings)
+    learner, _, apply, _ = started(**settings)
     inputs = packed(learner.task.environment, played.seen)
-    return quick_jit(learner.apply)(state.params, inputs, fresh, carry=played.carry)[1].logits
+    return apply(inputs, fresh, carry=played.carry)[1].logits
 
 
 def step_by_step(played, settings):
     """The same, one step at a time; a new episode begins with the layers' own start."""
-    learner, state, _ = started(**settings)
+    learner, _, apply, _ = started(**settings)
     inputs = packed(learner.task.environment, played.seen)
     carry, first, logits = played.carry, learner.fresh(8), []
-    apply = quick_jit(learner.apply)
     for now, fresh in zip(inputs, played.seen.fresh, strict=True):
         carry = jax.tree.map(
             lambda new, old, fresh=fresh: jnp.where(
@@ -67,7 +66,7 @@ def step_by_step(played, settings):
             first,
             carry,
         )
-        carry, answer = apply(state.params, now[None], jnp.zeros((1, 8), bool), carry=carry)
+        carry, answer = apply(now[None], jnp.zeros((1, 8), bool), carry=carry)
         logits.append(answer.logits[0])
     return jnp.stack(logits)
 
@@ -80,7 +79,7 @@ def assert_lines_up(window, fresh, settings):
     np.testing.assert_allclose(np.exp(log_p - window.log_p), 1, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("cell", ["ur_lstm", "gato2"])
+@pytest.mark.parametrize("cell", ["ur_lstm", "gato2", "ur_rma"])
 def test_a_window_replayed_is_the_window_played(cell):
     """Windows of 5 steps of episodes of 9, which end within them."""
     settings = {"cell": cell, "window": 5}
@@ -110,7 +109,7 @@ def test_what_is_seen_is_what_was_done_before():
 
 
 def test_some_rows_play_what_all_of_them_play():
-    learner, state, draw = started(window=5)
+    learner, state, _, draw = started(window=5)
     act = functools.partial(learner.apply, state.params)
     some = Rows(2, 3, 8)
     every = draw(state.stream, jnp.int32(0))
@@ -153,7 +152,7 @@ def test_the_loss_of_a_window_by_hand():
 
 def test_each_pass_is_an_update_and_v_trace_corrects_for_it():
     """The second of two passes: ratios that have left 1 count in v-trace alone."""
-    learner, state, _ = started(window=5)
+    learner, state, *_ = started(window=5)
     window = list(windows(2, window=5))[1]
     other = window._replace(log_p=window.log_p + 0.5)  # then, actions were likelier
     costs = {}
@@ -233,9 +232,11 @@ def test_a_feed_forward_agent_sees_the_present_alone():
         assert np.array_equal(*logits) == memoryless
 
 
-def test_reconstructions_train_the_recurrent_layers():
-    learner, state, _ = started(window=5, reconstruction=True)
-    window = next(windows(1, window=5, reconstruction=True))
+@pytest.mark.parametrize("cell", ["ur_lstm", "ur_rma"])
+def test_reconstructions_train_the_recurrent_layers(cell):
+    settings = {"cell": cell, "window": 5, "reconstruction": True}
+    learner, state, *_ = started(**settings)
+    window = next(windows(1, **settings))
     task = dataclasses.replace(learner.task, entropy_cost=0.0, baseline_cost=0.0)
 
     def loss(params, image_cost):
@@ -344,7 +345,7 @@ def test_a_film_that_cannot_be_is_refused_before_training(name, sentence, tmp_pa
 
 
 def test_a_film_shows_an_episode(tmp_path):
-    learner, state, _ = started(window=5)
+    learner, state, *_ = started(window=5)
     shown = render.pictures(learner, state.params)
     assert len(shown) == 10  # nine steps
     assert {one.shape for one in shown} == {(7, 11, 3)}

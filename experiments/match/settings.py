@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from experiments.settings.derived import Depends
 from experiments.settings.fields import setting
 from experiments.settings.resolver import Experiment
 from experiments.settings.sources import LIBRARY_CELLS, Protocol, Sourced
@@ -240,11 +241,16 @@ _PROTOCOLS = {
             "batch_size": Sourced(64, "ours: as explore_steps"),
             "learning_rates": Sourced((2e-3,), "ours: as explore_steps"),
             "clip_norm": Sourced(0.5, "ours: as explore_steps"),
-            "discount": Sourced(0.96, "UR D"),
+            "discount": Sourced(
+                Depends("challenge", {"*_match": 0.96, "*": 0.99}), "UR D; ours: for other games"
+            ),
             "return_decay": Sourced(0.95, "ours: as explore_steps"),
-            "entropy_cost": Sourced(0.3, "ours: with less it goes to the next door for ever"),
-            "steps": Sourced(2500, "ours: as explore_steps"),
-            "eval_every": Sourced(125, "ours: 20 points on the curve"),
+            "entropy_cost": Sourced(
+                Depends("challenge", {"*_match": 0.3, "t_maze": 0.03, "*": 0.001}),
+                "ours: by the rewards' size; with less it goes to the same door for ever",
+            ),
+            "steps": Sourced(4000, "ours: as explore_steps"),
+            "eval_every": Sourced(200, "ours: 20 points on the curve"),
         },
         cells=LIBRARY_CELLS,
     ),

@@ -25,7 +25,7 @@ from experiments.settings.metrics import Metric
 from experiments.settings.model import ModelSettings
 from experiments.training.models import Decoder
 from experiments.training.task import Apply, BaseTask, Fresh, Outcome, Resident, Total
-from recurrent_gates import RNN, Stack
+from recurrent_gates import RMA, RNN, Stack
 
 _HELD_OUT_KEY = 0x3A7C8  # of the held-out episodes: the same for all seeds and cells
 
@@ -144,9 +144,8 @@ class MatchTask(MatchSettings, BaseTask):
         pixels = jax.eval_shape(self.environment.encode, observation).shape[-1]
         shape = observation.shape if self.channels else (pixels,)
         actions = self.environment.actions
-        cell = getattr(recurrent, "cell", None)
-        if hasattr(cell, "emit_parts"):
-            recurrent = recurrent.clone(cell=cell.clone(emit_parts=True))
+        if isinstance(recurrent, RNN) and isinstance(recurrent.cell, RMA):
+            recurrent = recurrent.clone(cell=self._remembering(recurrent.cell))
         return Agent(
             encoder=Eye(shape, self.channels, self.code, not self.memoryless),
             recurrent=recurrent,
@@ -155,6 +154,11 @@ class MatchTask(MatchSettings, BaseTask):
             recaller=Recaller(pixels, actions) if self.reconstruction else None,
             memoryless=self.memoryless,
         )
+
+    def _remembering(self, core: RMA) -> RMA:
+        """A core that gives its output in parts, with no more rows than an episode can fill."""
+        rows = min(core.memory_slots, self.environment.steps)
+        return core.clone(emit_parts=True, memory_slots=rows, top_k=min(core.top_k, rows))
 
     def example(self) -> tuple[jax.Array, jax.Array]:
         inputs = jax.eval_shape(

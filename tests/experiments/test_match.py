@@ -132,6 +132,8 @@ def test_the_loss_of_a_window_by_hand():
     logits, values = rng.normal(size=(6, 8, 4)), rng.normal(size=(6, 8))
 
     def apply(params, inputs, fresh, carry):
+        np.testing.assert_array_equal(fresh, window.seen.fresh)
+        assert carry is window.carry
         return None, Answer(jnp.asarray(logits, jnp.float32), jnp.asarray(values, jnp.float32))
 
     total, weight = task.loss(apply, None, window, (), True).loss

@@ -1,8 +1,9 @@
-"""``python -m benchmarks.agents``: environment steps a second, alone and with an agent.
+"""``python -m benchmarks.agents``: environment steps a core second, alone and with an agent.
 
 ``alone``: random actions; every observation is computed. ``acting``: the agent of the protocol
 ``small`` chooses them. ``learning``: as it trains, updates included. The batch is split over the
 XLA devices; a rate is the median of some runs of a compiled program, with the slowest and fastest.
+Counted are seconds of cores, not of the clock, so that other work on the machine matters less.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def main(argv: Sequence[str]) -> None:
 def measure(
     settings: dict[str, Any], batch_size: int, repeats: int, devices: int
 ) -> dict[str, list[float]]:
-    """Environment steps a second of each repeat.
+    """Environment steps a core second of each repeat.
 
     Args:
       settings: of match, beside those of ``small``.
@@ -67,6 +68,7 @@ def measure(
 
     from experiments.match.environments.base import restarted
     from experiments.match.settings import MATCH
+    from experiments.match.task import MatchTask
     from experiments.settings.resolver import resolve
     from experiments.training.learner import Learner
 
@@ -78,6 +80,7 @@ def measure(
     learner.load()
     learner.prepare()
     task, mesh, state = learner.task, learner.mesh, learner.initial()
+    assert isinstance(task, MatchTask)
 
     def alone(stream: Any, key: Any) -> Any:
         environment, rows = task.environment, mesh.rows(batch_size)
@@ -97,7 +100,7 @@ def measure(
         return task.draw(act, (), stream, key, jnp.int32(0), rows)[0].rewards
 
     key = jax.random.key(0)
-    by_rows = learner.task.stream_axes
+    by_rows = task.stream_axes
     run_alone = jax.jit(mesh.everywhere(alone, (by_rows, None), None))
     run_acting = jax.jit(mesh.everywhere(acting, (None, by_rows, None), 1))
     ways: dict[str, Callable[[], Any]] = {
@@ -122,9 +125,9 @@ def _timed(way: Callable[[], Any], repeats: int, batch_size: int) -> list[float]
     jax.block_until_ready(way())
     rates = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        began = time.process_time()
         jax.block_until_ready(way())
-        rates.append(_WINDOW * batch_size / (time.perf_counter() - began))
+        rates.append(_WINDOW * batch_size / (time.process_time() - began))
     return rates
 
 

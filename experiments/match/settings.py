@@ -64,6 +64,11 @@ class MatchSettings:
         most=10_000,
         needs=("challenge", ("t_maze",)),
     )
+    walking: bool = setting(
+        "the agent walks the T-maze's corridor itself, and delay costs; else it is led to the fork",
+        Sourced(False, "Osband et al., 2020: memory alone; Ni et al., 2023: it walks"),
+        needs=("challenge", ("t_maze",)),
+    )
     decks: int = setting(
         "decks of 52 cards in repeat_previous and count_recall",
         Sourced(1, "POPGym: easy; medium 2, hard 3 (repeat_previous) or 4 (count_recall)"),
@@ -242,7 +247,8 @@ _PROTOCOLS = {
             "learning_rates": Sourced((2e-3,), "ours: as explore_steps"),
             "clip_norm": Sourced(0.5, "ours: as explore_steps"),
             "discount": Sourced(
-                Depends("challenge", {"*_match": 0.96, "*": 0.99}), "UR D; ours: for other games"
+                Depends("challenge", {"*_match": 0.96, "t_maze": 0.9, "*": 0.99}),
+                "UR D for match; ours: a T-maze's last action alone counts",
             ),
             "return_decay": Sourced(0.95, "ours: as explore_steps"),
             "entropy_cost": Sourced(

@@ -221,9 +221,9 @@ def test_every_frame_is_that_of_the_public_rules(rooms):
 # Memory alone
 
 
-@pytest.mark.parametrize("length", [1, 2, 7])
-def test_the_t_maze_is_a_walk_on_its_map(length):
-    maze, rng = TMaze(length), np.random.default_rng(length)
+@pytest.mark.parametrize(("length", "walking"), [(1, True), (7, True), (5, False)])
+def test_the_t_maze_is_a_walk_on_its_map(length, walking):
+    maze, rng = TMaze(length, walking), np.random.default_rng(length)
     reset, step = quick_jit(maze.reset), quick_jit(maze.step)
     cells = {(x, 0) for x in range(length + 1)} | {(length, 1), (length, -1)}
     moves = [(1, 0), (0, 1), (-1, 0), (0, -1)]
@@ -237,7 +237,8 @@ def test_the_t_maze_is_a_walk_on_its_map(length):
         for clock in range(1, length + 2):
             action = rng.choice(4, p=[0.85, 0.05, 0.05, 0.05]) if clock <= length else 1
             turn = step(jax.random.key(0), state, jnp.int32(action))
-            there = (x + moves[action][0], y + moves[action][1])
+            east, north = moves[action if walking or x == length else 0]
+            there = (x + east, y + north)
             x, y = there if there in cells else (x, y)
             expected = [{0: 3, 1: 4, -1: 5}[y] if x == length else 0]
             assert turn.observation.tolist() == expected

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def build(settings: MatchSettings) -> Environment:
     """The environment of these settings."""
     if settings.challenge == "t_maze":
-        return TMaze(settings.length)
+        return TMaze(settings.length, settings.walking)
     if settings.challenge == "repeat_previous":
         return RepeatPrevious(settings.decks, settings.lag)
     if settings.challenge == "count_recall":

@@ -1,4 +1,4 @@
-"""A corridor that forks at its end, of length L (Bakker, 2002; Ni et al., 2023)."""
+"""A corridor of length L that forks at its end (Bakker, 2002)."""
 
 from __future__ import annotations
 
@@ -27,18 +27,21 @@ class Corridor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TMaze(Environment):
-    """The passive T-maze of Ni et al. (2023, "When do transformers shine in RL?", 4.1).
+    """A T-maze that asks for memory: there are L + 1 steps, as many as the way has.
 
-    Where the goal is, north or south of the fork, is seen in the first observation alone. There
-    are L + 1 steps: as many as the way has. A step that ends west of where the shortest way would
-    be costs 1 / L; the last one gives 1 at the goal. Exploring is easy, remembering for L steps
-    is not.
+    Where the goal is, north or south of the fork, is seen in the first observation alone. The last
+    step gives 1 at the goal. The corridor is walked whatever one does, so that nothing but memory
+    counts, as in bsuite's memory_len (Osband et al., 2020); or one walks it oneself, and a step
+    that ends west of where the shortest way would be costs 1 / L, as in the passive T-maze of Ni
+    et al. (2023, "When do transformers shine in RL?", 4.1).
 
     Attributes:
       length: L, the steps to the fork.
+      walking: the corridor is walked by the player.
     """
 
     length: int = 10
+    walking: bool = False
 
     @property
     def actions(self) -> int:
@@ -67,6 +70,8 @@ class TMaze(Environment):
 
     def step(self, key: jax.Array, state: Corridor, action: jax.Array) -> Turn:
         del key
+        if not self.walking:
+            action = jnp.where(state.x < self.length, 0, action)
         move = jnp.asarray(_MOVES)[action]
         x, y = state.x + move[0], state.y + move[1]
         inside = (x >= 0) & (x <= self.length) & (jnp.abs(y) <= 1) & ((y == 0) | (x == self.length))

@@ -45,6 +45,19 @@ _LECUN = nn.initializers.lecun_normal()
 _ZEROS = nn.initializers.zeros
 
 
+class HiddenState(NamedTuple):
+    """Carry of cells with one state: GRU, JANET, the Elman network, minGRU, ...
+
+    Attributes:
+      h: the hidden state ``[*batch, F]``, float32 at least.
+    """
+
+    h: jax.Array
+
+
+export.register_namedtuple_serialization(HiddenState, serialized_name="recurrent_gates.HiddenState")
+
+
 # ---------------------------------------------------------------------------------------
 # The contract
 # ---------------------------------------------------------------------------------------
@@ -74,14 +87,14 @@ class Cell(nn.RNNCellBase):
                                          back
     diagonal, a bool                     units do not          the newton backend: all steps at
                                          interact              once
-    large, a bool                        its carry is large    not every step's is kept for the
-                                                               backward pass
+    linear, a bool                       the step is a * h     the parallel backend: all steps at
+                                         + b, with a and b     once, without iterations
+                                         from the input alone
     ===================================  ====================  ==================================
 
-    ``products``, ``sums``, ``diagonal`` and ``large`` are properties. What is declared for speed or
-    memory changes no number: ``testing.check_cell`` holds it to the step. Every cell runs under
-    ``unroll``, ``RNN`` and ``nn.RNN``, with every mask and carry function. Fields must be hashable
-    settings, never arrays.
+    The last four are properties. What is declared for speed changes no number:
+    ``testing.check_cell`` holds it to the step. Every cell runs under ``unroll``, ``RNN`` and
+    ``nn.RNN``, with every mask and carry function. Fields must be hashable settings, never arrays.
     """
 
     @nn.nowrap
@@ -154,11 +167,12 @@ class Cell(nn.RNNCellBase):
         return False
 
     @property
-    def large(self) -> bool:
-        """Whether its carry may be too large to be kept for every step, a memory for one.
+    def linear(self) -> bool:
+        """Whether a step is a_t * carry + b_t unit by unit, with a_t and b_t from the input alone.
 
-        Where the carries of all steps take much memory, ``unroll`` then runs in chunks of some
-        sqrt(T) steps that the backward pass forms again, unless it is given ``remat``.
+        A cell that returns True promises that entry j of every field of the next carry is affine
+        in the entries j of the fields before, by coefficients that no carry enters; its fields
+        have one shape.
         """
         return False
 

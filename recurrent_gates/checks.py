@@ -122,16 +122,29 @@ def instance(name: str, value: Any, of: type, such_as: str) -> None:
 
 
 def cell_settings(cell: Any) -> None:
-    """The settings that every cell of ours has; ``features`` becomes an int."""
+    """The settings that every cell with recurrent products has; ``features`` becomes an int."""
     name = type(cell).__name__
-    cell.features = whole_number(
-        f"{name} needs a positive integer number of features", cell.features
-    )
+    features_and_dtypes(cell)
     vectors = cell.bias_vectors
     if isinstance(vectors, bool) or vectors not in (1, 2) or not hasattr(vectors, "__index__"):
         raise ValueError(f"{name} has 1 or 2 bias vectors, got {described(vectors)}.")
     for role in ("kernel_init", "recurrent_kernel_init", "bias_init"):
         function(f"{name} {role}", getattr(cell, role), "nn.initializers.zeros")
+
+
+def input_gated_settings(cell: Any) -> None:
+    """The settings of a cell whose gates read the input alone; ``features`` becomes an int."""
+    features_and_dtypes(cell)
+    for role in ("kernel_init", "bias_init"):
+        function(f"{type(cell).__name__} {role}", getattr(cell, role), "nn.initializers.zeros")
+
+
+def features_and_dtypes(cell: Any) -> None:
+    """The settings that every cell of ours has; ``features`` becomes an int."""
+    name = type(cell).__name__
+    cell.features = whole_number(
+        f"{name} needs a positive integer number of features", cell.features
+    )
     if cell.dtype is not None:
         floating(f"{name} dtype", cell.dtype)
     floating(f"{name} param_dtype", cell.param_dtype)

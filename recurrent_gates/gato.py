@@ -30,6 +30,7 @@ from recurrent_gates.declared import (
     product_of,
     state_dtype,
 )
+from recurrent_gates.gates import Gate
 from recurrent_gates.initializers import Initializer, symmetric_uniform
 from recurrent_gates.shapes import lead
 
@@ -136,24 +137,68 @@ def _unit_products(params: Params) -> Callable[[str, jax.Array, Any], jax.Array]
 class GatedDecay(SlotMap):
     """f of both printed models: lambda * sigmoid(.) * r + tanh(.) (GATO, eq. 5 and 6).
 
+    With a ``gate`` its forget gate takes the place of the sigmoid (ours): lambda * f * r + tanh(.).
+    Lambda stays, since f alone may be 1 and would let r grow. The candidate has no gate, as in the
+    paper, so an input gate is left out. The gate's own parameters are ``"gate"`` of the map.
+
     Attributes:
       rate: lambda; below 1 it bounds ``|r|`` by 1 / (1 - lambda) (criterion 5).
+      gate: a gate over the J units; None: the paper's sigmoid.
+
+    Raises:
+      ValueError: if a gate shares master gates between units, which r is not laid out for.
     """
 
     rate: float = 0.7
+    gate: Gate | None = None
 
     reads_parameters = False
 
     def __post_init__(self) -> None:
         checks.number("GatedDecay rate", self.rate)
+        if self.gate is not None:
+            checks.instance("GatedDecay gate", self.gate, Gate, "GATES['ur']")
+            if self.gate.downsize > 1:
+                raise ValueError(
+                    "GATO's units have a master gate each: use downsize=1, "
+                    f"got {self.gate.downsize}."
+                )
+            object.__setattr__(self, "gate", self.gate.tie())
+
+    @property
+    def diagonal(self) -> bool:
+        return self.gate is None or self.gate.activation != "cumax"
 
     def slots(self, units: int) -> dict[str, int]:
-        return {"gate": units, "candidate": units}
+        gate = {"gate": units} if self.gate is None else self.gate.slots(units)
+        return {**{s: w for s, w in gate.items() if s != "i"}, "candidate": units}
+
+    def init(self, key: jax.Array, in_features: int, cell: GATO) -> dict[str, Any]:
+        if self.gate is None:
+            return super().init(key, in_features, cell)
+        key, start_key, own_key = jax.random.split(key, 3)
+        params, dtype = super().init(key, in_features, cell), cell.param_dtype
+        for s, start in self.gate.slot_bias(start_key, cell.units, dtype).items():
+            if s in params["bias"]:
+                params["bias"][s] = params["bias"][s] + start
+        own = self.gate.init(own_key, cell.units, dtype)
+        return {**params, "gate": own} if own else params
+
+    def project(self, params: Params, x: jax.Array, dtype: Any) -> dict[str, jax.Array]:
+        return linear_project(params, x, gate=self.gate, dtype=dtype)
 
     def combine(self, params: Params, r: jax.Array, product: Product) -> jax.Array:
         del params
-        decay = self.rate * jax.nn.sigmoid(product("gate", r))
+        decay = self.rate * self.open(r, product)
         return decay * r + jnp.tanh(product("candidate", r))  # GATO eq. (5), (6)
+
+    def open(self, r: jax.Array, product: Product) -> jax.Array:
+        """The gate, before lambda, from its pre-activations."""
+        if self.gate is None:
+            return jax.nn.sigmoid(product("gate", r))
+        slots = [s for s in self.slots(r.shape[-1]) if s != "candidate"]
+        pre = {s: product(s, r) for s in slots}
+        return self.gate.activate({"i": pre["f"], **pre})[0]  # its i is not read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,7 +430,7 @@ class GATO(Cell):
         if not isinstance(self.f, GatedDecay):
             return {}
         product = pre_activations(_unit_products(params["f"]), z["f"])
-        return {"f": self.f.rate * jax.nn.sigmoid(product("gate", carry_tm1.r))}
+        return {"f": self.f.rate * self.f.open(carry_tm1.r, product)}
 
     @nn.nowrap
     def emit(self, params: Params, carry: GATOState, z: Any) -> jax.Array:

@@ -13,6 +13,7 @@ from recurrent_gates.cells import GRU, JANET, LSTM, Elman, Exploding
 from recurrent_gates.gates import GATES, Gate
 from recurrent_gates.gato import GATO, GatedDecay, GATOMap, OneLayer, TwoLayer
 from recurrent_gates.gru_d import GRUD
+from recurrent_gates.linear import LRU, RGLRU, MinGRU, MinLSTM
 from recurrent_gates.memory import DNC, RMA, RMC
 
 
@@ -45,10 +46,21 @@ def _gated(cell: Callable[..., Cell], gate: Gate, /, features: int, **fields: An
     return cell(features, **{"gate": gate, **fields})
 
 
-def _gato(g: Callable[..., GATOMap], /, features: int, *, rate: float = 0.7, **fields: Any) -> GATO:
+def _gato(
+    g: Callable[..., GATOMap],
+    gate: Gate | None,
+    /,
+    features: int,
+    *,
+    rate: float = 0.7,
+    **fields: Any,
+) -> GATO:
     if "hidden" in fields:
         g = functools.partial(g, hidden=fields.pop("hidden"))
-    return GATO(features, **{"f": GatedDecay(rate), "g": g(), **fields})
+    if gate is not None:
+        own = {name: fields.pop(name) for name in _GATE_FIELDS if name in fields}
+        gate = dataclasses.replace(gate, **own)
+    return GATO(features, **{"f": GatedDecay(rate, gate), "g": g(), **fields})
 
 
 def _registry() -> _Registry:
@@ -60,10 +72,16 @@ def _registry() -> _Registry:
         "janet": functools.partial(_gated, JANET, GATES["standard"].tie()),
         "rnn": Elman,
         "exploding": Exploding,
-        "gato": functools.partial(_gato, TwoLayer),
-        "gato1": functools.partial(_gato, OneLayer),
-        "gato2": functools.partial(_gato, TwoLayer),
+        "gato": functools.partial(_gato, TwoLayer, None),
+        "gato1": functools.partial(_gato, OneLayer, None),
+        "gato2": functools.partial(_gato, TwoLayer, None),
+        "ur_gato": functools.partial(_gato, TwoLayer, GATES["ur"]),
+        "or_gato": functools.partial(_gato, TwoLayer, GATES["or"]),
         "on_lstm": functools.partial(_gated, LSTM, GATES["om"]),
+        "mingru": functools.partial(_gated, MinGRU, MinGRU.gate),
+        "minlstm": functools.partial(_gated, MinLSTM, MinLSTM.gate),
+        "rg_lru": functools.partial(_gated, RGLRU, RGLRU.gate),
+        "lru": LRU,
     }
     memories: dict[str, Callable[..., Cell]] = {"rmc": RMC, "dnc": DNC, "rma": RMA}
     for family, cell in memories.items():
@@ -72,6 +90,9 @@ def _registry() -> _Registry:
         "lstm": LSTM,
         "gru": before,
         "janet": JANET,
+        "mingru": MinGRU,
+        "minlstm": MinLSTM,
+        "rg_lru": RGLRU,
         **memories,
     }
     for family, cell in gated.items():
@@ -84,9 +105,10 @@ def _registry() -> _Registry:
 CELLS = _registry()
 """Name -> factory ``(features, **fields) -> Cell``.
 
-``lstm gru gru_d janet rmc dnc rma rnn exploding gato gato1 gato2 on_lstm`` and
-``{c,u,o,r,ur,cr,or,om,um,cm}_`` times ``{lstm,gru,janet,rmc,dnc,rma}``; every gated GRU resets
-before the product, as the later code of UR-gates' authors does: the paper prints no GRU equations.
+``lstm gru gru_d janet rnn exploding gato gato1 gato2 ur_gato or_gato on_lstm mingru minlstm rg_lru
+lru rmc dnc rma`` and ``{c,u,o,r,ur,cr,or,om,um,cm}_`` times ``{lstm,gru,janet,mingru,minlstm,
+rg_lru,rmc,dnc,rma}``; every gated GRU resets before the product, as the later code of UR-gates'
+authors does: the paper prints no GRU equations.
 Gated factories also take the gate's ``forget_bias downsize tmax bias_mode refine_bias``;
 GATO's take ``rate`` (lambda) and, with two layers, ``hidden`` (k).
 """

@@ -39,9 +39,11 @@ class Backend(enum.Enum):
     Where one is asked for, its value does as well: the name in small letters, a string.
 
     Attributes:
-      AUTO: ``FUSED`` where it serves the request, else ``SCAN``; logs its choice once.
+      AUTO: ``FUSED`` or ``PARALLEL`` where it serves the request, else ``SCAN``; logs its choice
+        once.
       SCAN: ``jax.lax.scan`` over the cell's step: the definition.
       FUSED: a hand-written backward pass, for cells that name their recurrent products.
+      PARALLEL: all steps at once, for linear recurrences.
       NEWTON: all steps at once, for diagonal recurrences.
       PALLAS: one kernel over time in each direction, on TPUs and NVIDIA GPUs.
       CUDNN: NVIDIA's own kernels, for the plain LSTM.
@@ -50,20 +52,21 @@ class Backend(enum.Enum):
     AUTO = "auto"
     SCAN = "scan"
     FUSED = "fused"
+    PARALLEL = "parallel"
     NEWTON = "newton"
     PALLAS = "pallas"
     CUDNN = "cudnn"
 
 
 # What auto tries, in this order, before it takes the scan.
-_FASTEST_FIRST = (Backend.FUSED,)
+_FASTEST_FIRST = (Backend.FUSED, Backend.PARALLEL)
 
 # A step on a GPU is a few programs, each of which takes microseconds to start. An iteration of
 # several steps stores what they hand out by one program, and may join steps without products.
 _GPU_UNROLL = 8
 
-# Bytes. Carries that take less, of all steps together, are kept even where a cell is ``large``:
-# to form them again would cost a third more time for little.
+# Bytes. Carries that take less, of all steps together, are kept whatever the cell: to form them
+# again would cost a third more time for little.
 _LARGE = 2**25
 
 
@@ -256,12 +259,12 @@ def unroll(
         the carries of all steps, leaves ``[T, *batch, ...]``.
       unroll: steps per iteration of the loop; default: 8 on a GPU, 1 elsewhere.
       remat: length in steps of the chunks whose activations are computed again in the
-        backward pass instead of kept; default: none, or the square root of T where a cell says
-        that it is ``large`` and its carries take more than 32 MiB.
-      backend: ``"scan"``, ``"fused"``, ``"newton"`` (all steps at once, for diagonal
-        recurrences), ``"pallas"`` (kernels for TPUs and NVIDIA GPUs, which a CPU interprets,
-        slowly), ``"cudnn"`` (the plain LSTM on NVIDIA GPUs) or ``"auto"``, which logs its
-        choice once.
+        backward pass instead of kept; default: none, or the square root of T where the carries
+        of all steps take more than 32 MiB, and more than what the steps read.
+      backend: ``"scan"``, ``"fused"``, ``"parallel"`` (all steps at once, for linear
+        recurrences), ``"newton"`` (the same for diagonal ones), ``"pallas"`` (kernels for TPUs
+        and NVIDIA GPUs, which a CPU interprets, slowly), ``"cudnn"`` (the plain LSTM on NVIDIA
+        GPUs) or ``"auto"``, which logs its choice once.
 
     Returns:
       (carry, ys) with ys ``[T, *batch, F]`` (or what ``cell.emit`` makes) at the same t as their
@@ -329,11 +332,27 @@ def _run(loop: Loop, backend: Backend, remat: int | None, *, empty: bool) -> Seg
 
 
 def _large(loop: Loop) -> int | None:
-    """The steps per chunk that a large cell's carries ask for; None for no chunks."""
-    if not loop.settings.cell.large or loop.symbolic:
+    """The steps per chunk that large carries ask for; None for no chunks.
+
+    A carry is large, a memory for one, where it takes more than all that a step reads and hands
+    out: then the carries of all steps are most of what would be kept.
+    """
+    carry_bytes = _bytes(loop.carry)
+    if loop.symbolic or loop.steps * carry_bytes <= _LARGE:
         return None
-    kept = loop.steps * sum(leaf.nbytes for leaf in jax.tree.leaves(loop.carry))
-    return math.isqrt(loop.steps - 1) + 1 if kept > _LARGE else None
+    cell = loop.settings.cell
+
+    def passing(xs: Any) -> Any:
+        z = cell.project(loop.params, jax.tree.map(lambda x: x[0], xs))
+        return z, cell.emit(loop.params, loop.carry, z)
+
+    if carry_bytes <= _bytes(jax.eval_shape(passing, loop.xs)):
+        return None
+    return math.isqrt(loop.steps - 1) + 1
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _backend(name: str | Backend) -> Backend:

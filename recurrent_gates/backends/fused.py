@@ -48,7 +48,7 @@ from recurrent_gates.backends.shared.products import (
     step_gradients,
     step_product,
 )
-from recurrent_gates.backends.shared.rows import flat, on_one_cpu, unflat
+from recurrent_gates.backends.shared.rows import projected
 from recurrent_gates.carry import get_field
 from recurrent_gates.declared import Carry, Slots, Weights, inputs_dtype, recurrent_weights
 from recurrent_gates.gato import GATO
@@ -101,7 +101,7 @@ def _bytes(tree: Any) -> int:
 def segment(loop: Loop) -> Segment:
     """A stretch of time; same contract as ``scan_segment``."""
     settings = loop.settings
-    z = _project(loop)
+    z = projected(loop)
     if settings.cell.sums is None:
         last, carries = _recurrence(product_loop(loop, z))
     else:
@@ -109,16 +109,6 @@ def segment(loop: Loop) -> Segment:
         last, carries = _accumulate(loop, z, looped)
     ys = with_zeros(loop.stream.valid, settings.cell.emit(loop.params, carries, z))
     return Segment(last, ys, carries if settings.keep_carries else None)
-
-
-def _project(loop: Loop) -> Any:
-    """``cell.project``, where that is fast of all rows at once."""
-    cell = loop.settings.cell
-    if not on_one_cpu():
-        return cell.project(loop.params, loop.xs)
-    axes = loop.lead
-    rows = jax.tree.map(lambda x: flat(x, len(axes)), loop.xs)
-    return unflat(cell.project(loop.params, rows), axes)
 
 
 # The loop over the fields that feed back: a product loop.

@@ -109,10 +109,6 @@ class DNC(MemoryCell):
         }
 
     @property
-    def large(self) -> bool:
-        return True
-
-    @property
     def emitted_features(self) -> int:
         return self.features + self._read_features
 

@@ -109,10 +109,6 @@ class RMA(MemoryCell):
             )
 
     @property
-    def large(self) -> bool:
-        return True
-
-    @property
     def _fed_back(self) -> int:
         """How much of the encoder's input is h and the reads."""
         return _LAYERS * self.features + self.read_heads * self.word_size

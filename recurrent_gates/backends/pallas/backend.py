@@ -186,7 +186,7 @@ def _units_alike(cell: Cell, carry_fns: tuple[CarryFn, ...]) -> tuple[bool, bool
     alike = all(fn.elementwise for fn in carry_fns)
     if type(cell) is not GATO or not alike:
         return False, False
-    return type(cell.f) is GatedDecay, True
+    return type(cell.f) is GatedDecay and cell.f.diagonal, True
 
 
 def _accumulating(loop: Loop, z: Any) -> tuple[Carry, Carry]:

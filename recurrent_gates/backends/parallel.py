@@ -1,0 +1,312 @@
+"""Linear recurrences, h_t = a_t h_tm1 + b_t with a and b from the inputs alone: all steps at once.
+
+Time is cut into N blocks of L steps, which run side by side. A first pass composes the L maps of
+each block to one, an associative scan over the N maps gives what each block starts from, and a
+second pass writes the values. So the depth is L + log N and the work twice that of the plain loop,
+where an associative scan over all steps would read and write everything log T times. Where a step
+is wide enough to keep the machine busy there is one block, which is the plain loop over nothing
+but a multiplication and an addition.
+
+Masks, resets and carry functions leave a step linear: they enter a and b. The backward pass is a
+linear recurrence in reverse, c_{t-1} = a_t^T (c_t + y_t), solved in the same way.
+
+A unit may have several fields (the LRU has a real and an imaginary part): then a is a small matrix
+for each unit, and everything here is a tuple over fields, or a tuple of such tuples.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from recurrent_gates.backends.shared.rows import projected
+from recurrent_gates.carry import Zoneout, get_field
+from recurrent_gates.declared import Carry
+from recurrent_gates.scan import Loop, Segment, Stream, kept, with_zeros
+
+Vector = tuple[jax.Array, ...]
+"""A value for each field."""
+
+Matrix = tuple[Vector, ...]
+"""What each field of the next step takes of each field of this one."""
+
+_CHUNK_BYTES = 2**20  # of projections in a chunk, on a CPU, as the fused backend has it
+_LANES = {"cpu": 2**13}  # numbers that keep the machine busy while a step of a loop is begun
+_MANY_LANES = 2**18  # on other platforms
+_LEAST = 16  # steps in a block: fewer gain nothing over the scan that joins the blocks
+
+
+def unsupported(loop: Loop) -> str | None:
+    """Why this backend does not serve a loop, in one sentence; None if it does."""
+    name = type(loop.settings.cell).__name__
+    if not loop.settings.cell.linear:
+        return f"{name} does not say that its step is linear in the carry."
+    if loop.symbolic:
+        return "it cuts time into blocks by sizes, and these are symbolic."
+    if len({leaf.shape for leaf in jax.tree.leaves(loop.carry)}) > 1:
+        return f"the fields of {name} do not have one shape."
+    for fn, noise in zip(loop.carry_fns, loop.stream.noise, strict=True):
+        get_field(loop.carry, fn.field)  # an unknown field is an error under any backend
+        chooses = fn.chooses and (noise is not None or type(fn) is Zoneout)
+        if not fn.elementwise or (fn.changes_values and not chooses):
+            return f"{type(fn).__name__} may not be linear in the carry, unit by unit."
+    return None
+
+
+def chunk(loop: Loop) -> int | None:
+    """The steps per rematerialised chunk that this backend wants, or None for no chunks.
+
+    On a CPU a chunk's coefficients are to stay in a core's cache; see the fused backend.
+    """
+    if jax.default_backend() != "cpu" or not loop.steps:
+        return None
+    z = jax.eval_shape(loop.settings.cell.project, loop.params, loop.xs)
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(z))
+    most = max(_LEAST, loop.steps * _CHUNK_BYTES // max(whole, 1))
+    if most >= loop.steps:
+        return None
+    # Without a rest, if that costs little: a rest is a second program to compile.
+    return next((n for n in range(most, most // 2, -1) if loop.steps % n == 0), most)
+
+
+def segment(loop: Loop) -> Segment:
+    """A stretch of time; same contract as ``scan_segment``."""
+    settings, cell = loop.settings, loop.settings.cell
+    z = projected(loop)
+    # What changes no value changes the slopes that the gradient takes, and a reset carry's.
+    back, offsets = _coefficients(loop, z)
+    slopes = back if _acting(loop) is loop else _coefficients(_acting(loop), z)[0]
+    leaves, structure = jax.tree.flatten(loop.carry)
+    how = _How(settings.reverse, settings.unroll)
+    last, values = _recurrence(how, slopes, jax.lax.stop_gradient(back), offsets, tuple(leaves))
+    carries = jax.tree.unflatten(structure, values)
+    ys = with_zeros(loop.stream.valid, cell.emit(loop.params, carries, z))
+    return Segment(
+        jax.tree.unflatten(structure, last), ys, carries if settings.keep_carries else None
+    )
+
+
+def _acting(loop: Loop) -> Loop:
+    """The loop with those carry functions alone that change values."""
+    pairs = zip(loop.carry_fns, loop.stream.noise, strict=True)
+    acting = [(fn, noise) for fn, noise in pairs if fn.changes_values]
+    if len(acting) == len(loop.carry_fns):
+        return loop
+    stream = loop.stream._replace(noise=tuple(noise for _, noise in acting))
+    return loop.replace(carry_fns=tuple(fn for fn, _ in acting), stream=stream)
+
+
+def _coefficients(loop: Loop, z: Any) -> tuple[Matrix, Vector]:
+    """(a, b) of all steps of the driver, ``[T, ...]``: the slopes of a step, and its value at 0."""
+    zeros = jax.tree.map(jnp.zeros_like, loop.carry)
+    leaves, structure = jax.tree.flatten(zeros)
+
+    def step(z_t: Any, stream_t: Stream) -> tuple[Matrix, Vector]:
+        def advance(carry: Carry) -> Vector:
+            cell = loop.settings.cell
+            new = loop.advance(lambda c: cell.step(loop.params, c, z_t), carry, stream_t)
+            return tuple(jax.tree.leaves(new))
+
+        _, push = jax.linearize(advance, zeros)
+        columns = []
+        for n in range(len(leaves)):
+            unit = [jnp.ones_like(x) if m == n else x for m, x in enumerate(leaves)]
+            columns.append(push(jax.tree.unflatten(structure, unit)))
+        # Not linearize's value: a gradient through that would not meet what detach says of it.
+        return _transposed(tuple(columns)), advance(zeros)
+
+    return jax.vmap(step)(z, loop.stream)
+
+
+# The recurrence, forward and backward.
+
+
+class _How(NamedTuple):
+    """The static side: whether time runs backwards, and the steps per iteration of a loop."""
+
+    reverse: bool
+    unroll: int
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _recurrence(
+    how: _How, slopes: Matrix, back: Matrix, offsets: Vector, start: Vector
+) -> tuple[Vector, Vector]:
+    """The last value and all values of h_t = a_t h_tm1 + b_t; ``back`` is a for the gradient."""
+    return _solve(_forward_step, how, slopes, offsets, start)
+
+
+def _forward(
+    how: _How, slopes: Matrix, back: Matrix, offsets: Vector, start: Vector
+) -> tuple[tuple[Vector, Vector], Any]:
+    last, values = _solve(_forward_step, how, slopes, offsets, start)
+    values = kept(values)
+    return (last, values), (back, values, start)
+
+
+def _backward(
+    how: _How, residuals: tuple[Matrix, Vector, Vector], cotangents: tuple[Vector, Vector]
+) -> tuple[Matrix, None, Vector, Vector]:
+    back, values, start = residuals
+    d_last, d_values = cotangents
+    other = how._replace(reverse=not how.reverse)
+    d_start, d_new = _solve(_backward_step, other, _transposed(back), d_values, d_last)
+    before = tuple(
+        jnp.concatenate([all_[1:], first[None]] if how.reverse else [first[None], all_[:-1]])
+        for first, all_ in zip(start, values, strict=True)
+    )
+    d_slopes = tuple(tuple(d * h for h in before) for d in d_new)
+    return d_slopes, None, d_new, d_start
+
+
+_recurrence.defvjp(_forward, _backward)
+
+
+# A step is (slopes, inputs, value before) -> (value after, what is written down).
+
+Step = Callable[[Matrix, Vector, Vector], tuple[Vector, Vector]]
+
+
+def _forward_step(slopes: Matrix, offset: Vector, h: Vector) -> tuple[Vector, Vector]:
+    """h_t = a_t h_tm1 + b_t."""
+    h = _sum(_times(slopes, h), offset)
+    return h, h
+
+
+def _backward_step(slopes: Matrix, d_here: Vector, d: Vector) -> tuple[Vector, Vector]:
+    """c_{t-1} = a_t^T (c_t + y_t); what is written down is the sum, the cotangent of h_t."""
+    d = _sum(d, d_here)
+    return _times(slopes, d), d
+
+
+def _times(matrix: Matrix, vector: Vector) -> Vector:
+    # A slope of 0, a reset, stops NaN too.
+    return tuple(
+        functools.reduce(
+            jnp.add,
+            (jnp.where(a == 0, jnp.zeros_like(x), a * x) for a, x in zip(row, vector, strict=True)),
+        )
+        for row in matrix
+    )
+
+
+def _sum(a: Vector, b: Vector) -> Vector:
+    return tuple(map(jnp.add, a, b))
+
+
+def _transposed(matrix: Matrix) -> Matrix:
+    return tuple(zip(*matrix, strict=True))
+
+
+# Blocks of time.
+
+
+def _solve(
+    step: Step, how: _How, slopes: Matrix, inputs: Vector, start: Vector
+) -> tuple[Vector, Vector]:
+    """(last value, all that is written down ``[T, ...]``) of a linear step."""
+    steps, width = inputs[0].shape[0], inputs[0][0].size
+    lanes = _LANES.get(jax.default_backend(), _MANY_LANES)
+    length = max(_LEAST, -(-steps * width // lanes))
+    count = -(-steps // length)
+    if count < 3:  # two passes over two blocks are as long as one over both
+        return _in_sequence(step, how, slopes, inputs, start)
+    length = -(-steps // count)
+    slopes, inputs = _blocks((slopes, inputs), (count, length), how.reverse)
+    maps, ends = _composed(step, how, slopes, inputs, start)
+    _, ends = jax.lax.associative_scan(
+        lambda early, late: (
+            _transposed(tuple(_times(late[0], column) for column in _transposed(early[0]))),
+            _sum(_times(late[0], early[1]), late[1]),
+        ),
+        (maps, ends),
+        reverse=how.reverse,
+    )
+    starts = tuple(
+        jnp.concatenate([all_[1:], first[None]] if how.reverse else [first[None], all_[:-1]])
+        for first, all_ in zip(start, ends, strict=True)
+    )
+    written = _second_pass(step, how, slopes, inputs, starts)
+    last = tuple(end[0 if how.reverse else -1] for end in ends)
+    whole = tuple(x.reshape(count * length, *x.shape[2:]) for x in written)
+    extra = count * length - steps
+    return last, tuple(x[extra:] if how.reverse else x[:steps] for x in whole)
+
+
+def _in_sequence(
+    step: Step, how: _How, slopes: Matrix, inputs: Vector, start: Vector
+) -> tuple[Vector, Vector]:
+    return jax.lax.scan(
+        lambda value, x: step(*x, value),
+        start,
+        (slopes, inputs),
+        reverse=how.reverse,
+        unroll=how.unroll,
+    )
+
+
+def _blocks(tree: Any, shape: tuple[int, int], reverse: bool) -> Any:
+    """``[T, ...]`` as ``[N, L, ...]``: steps that do nothing are put where the recurrence ends."""
+    slopes, inputs = tree
+    extra = shape[0] * shape[1] - inputs[0].shape[0]
+
+    def cut(x: jax.Array, fill: float) -> jax.Array:
+        if extra:
+            widths = [(extra, 0) if reverse else (0, extra), *[(0, 0)] * (x.ndim - 1)]
+            x = jnp.pad(x, widths, constant_values=fill)
+        return x.reshape(*shape, *x.shape[1:])
+
+    slopes = tuple(
+        tuple(cut(a, float(row == column)) for column, a in enumerate(line))
+        for row, line in enumerate(slopes)
+    )
+    return slopes, tuple(cut(x, 0.0) for x in inputs)
+
+
+def _at(tree: Any, i: jax.Array, length: int, reverse: bool) -> Any:
+    """Step i of all blocks, from where it lies."""
+    at = length - 1 - i if reverse else i
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at, axis=1, keepdims=False), tree)
+
+
+def _composed(
+    step: Step, how: _How, slopes: Matrix, inputs: Vector, start: Vector
+) -> tuple[Matrix, Vector]:
+    """The map of each block, (a, b) ``[N, ...]``; b of the first is what it makes of the start."""
+    count, length = inputs[0].shape[:2]
+    first = count - 1 if how.reverse else 0
+    zeros = tuple(jnp.zeros((count, *x.shape), x.dtype) for x in start)
+    value = tuple(zero.at[first].set(x) for zero, x in zip(zeros, start, strict=True))
+    columns = tuple(
+        tuple(jnp.ones_like(zero) if m == n else zero for m, zero in enumerate(zeros))
+        for n in range(len(zeros))
+    )
+
+    def body(i: jax.Array, state: Any) -> Any:
+        value, columns = state
+        slopes_t, inputs_t = _at((slopes, inputs), i, length, how.reverse)
+        return step(slopes_t, inputs_t, value)[0], tuple(_times(slopes_t, c) for c in columns)
+
+    value, columns = jax.lax.fori_loop(0, length, body, (value, columns), unroll=how.unroll)
+    return _transposed(columns), value
+
+
+def _second_pass(step: Step, how: _How, slopes: Matrix, inputs: Vector, starts: Vector) -> Vector:
+    """What is written down by all blocks from their starts, ``[N, L, ...]``."""
+    length = inputs[0].shape[1]
+
+    def body(i: jax.Array, state: Any) -> Any:
+        value, written = state
+        value, new = step(*_at((slopes, inputs), i, length, how.reverse), value)
+        at = length - 1 - i if how.reverse else i
+        return value, tuple(
+            jax.lax.dynamic_update_index_in_dim(all_, one, at, axis=1)
+            for all_, one in zip(written, new, strict=True)
+        )
+
+    empty = tuple(map(jnp.zeros_like, inputs))
+    return jax.lax.fori_loop(0, length, body, (starts, empty), unroll=how.unroll)[1]

@@ -79,7 +79,7 @@ def associative(pattern: Pattern, steps: int, item_steps: int) -> tuple[jax.Arra
 
     Args:
       pattern: L items of m vectors; ``asked``, below L - 1, is the one that is shown again.
-      steps: T, (L + 2) (m + 1) + m or more.
+      steps: T, (L + 2) (m + 1) or more.
       item_steps: m.
 
     Returns:
@@ -145,7 +145,7 @@ class RecallTask(RecallSettings, SupervisedTask):
         """T, of the longest sequence."""
         if self.repeats:
             return self.max_length * (self.max_repeats + 1) + 3
-        return (self.max_length + 2) * (self.item_steps + 1) + self.item_steps
+        return (self.max_length + 2) * (self.item_steps + 1)
 
     @property
     def channels(self) -> int:

@@ -46,7 +46,7 @@ _ZEROS = nn.initializers.zeros
 
 
 class HiddenState(NamedTuple):
-    """Carry of cells with one state: GRU, JANET, the Elman network, minGRU, ...
+    """Carry of cells with one state: GRU, GRU-D, JANET, the Elman network, minGRU, ...
 
     Attributes:
       h: the hidden state ``[*batch, F]``, float32 at least.
@@ -55,6 +55,7 @@ class HiddenState(NamedTuple):
     h: jax.Array
 
 
+# So that jitted steps pass through jax.export.
 export.register_namedtuple_serialization(HiddenState, serialized_name="recurrent_gates.HiddenState")
 
 
@@ -321,20 +322,6 @@ def dense(params: Params, z_t: Slots, separate: Sequence[str] = ()) -> Product:
     own = {slot: biases[slot] for slot in separate if slot in biases}
     weights = Weights(params["recurrent_kernel"], {}, own)
     return pre_activations(functools.partial(product_of, weights), z_t, separate)
-
-
-class HiddenState(NamedTuple):
-    """Carry of GRU, GRU-D, JANET and the Elman network.
-
-    Attributes:
-      h: the hidden state ``[*batch, F]``, float32 at least.
-    """
-
-    h: jax.Array
-
-
-# So that jitted steps pass through jax.export.
-export.register_namedtuple_serialization(HiddenState, serialized_name="recurrent_gates.HiddenState")
 
 
 class SlotCell(Cell):

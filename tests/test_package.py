@@ -27,7 +27,7 @@ ORDER = (
     {"gates", "mixing"},
     {"base"},
     {"gato", "gru_d", "scan"},
-    {"cells", "layers", "interop", "analysis.trajectories", "analysis.products"},
+    {"cells", "linear", "layers", "interop", "analysis.trajectories", "analysis.products"},
     {"backends", "backends.shared", "memory.core", "memory.addressing"}
     | {"analysis.jacobians", "analysis.bounds", "analysis.gates"},
     {"backends.shared.rows", "backends.newton.blocks", "backends.pallas.body"}
@@ -35,7 +35,7 @@ ORDER = (
     {"backends.shared.accumulation", "backends.newton.shooting", "backends.pallas.loop", "memory"},
     {"backends.shared.products", "backends.shared.two_layer", "registry"},
     {"backends.newton.backend", "backends.pallas.gato", "backends.pallas.recurrence"},
-    {"backends.cudnn", "backends.fused"},
+    {"backends.cudnn", "backends.fused", "backends.parallel"},
     {"backends.newton", "backends.pallas.backend"},
     {"backends.pallas", "testing", "analysis.convergence", "gate_theory"},
     {"analysis"},

@@ -301,7 +301,8 @@ def _second_pass(step: Step, how: _How, slopes: Matrix, inputs: Vector, starts: 
 
     def body(i: jax.Array, state: Any) -> Any:
         value, written = state
-        value, new = step(*_at((slopes, inputs), i, length, how.reverse), value)
+        slopes_t, inputs_t = _at((slopes, inputs), i, length, how.reverse)
+        value, new = step(slopes_t, inputs_t, value)
         at = length - 1 - i if how.reverse else i
         return value, tuple(
             jax.lax.dynamic_update_index_in_dim(all_, one, at, axis=1)

@@ -19,15 +19,9 @@ from tests.support import (
     randomize,
     state,
 )
+from tests.test_layers import BATCH, FEATURES, INPUTS, NAMES, STEPS, build
 
 pytestmark = pytest.mark.usefixtures("x64")
-
-STEPS, BATCH, INPUTS, FEATURES = 6, 3, 2, 4
-NAMES = ("lstm", "ur_gru", "gato2", "om_lstm")
-
-
-def build(name, **settings):
-    return rg.CELLS[name](FEATURES, **dict(param_dtype=jnp.float64) | settings)
 
 
 def randomized(module, seed=5):

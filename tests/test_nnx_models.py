@@ -13,7 +13,8 @@ from flax import nnx
 
 import recurrent_gates as rg
 from tests.support import array, assert_identical, parameters, randomize
-from tests.test_nnx import BATCH, FEATURES, INPUTS, STEPS, build, layer
+from tests.test_layers import BATCH, FEATURES, INPUTS, STEPS, build
+from tests.test_nnx import layer
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -21,7 +21,7 @@ from recurrent_gates.backends.pallas.body import in_kernel
 from recurrent_gates.backends.pallas.loop import time_loop
 from tests.support import array, assert_close, parameters, quick_jit, state
 from tests.test_carry import OwnZoneout
-from tests.test_gato import Count
+from tests.test_gato import Count, Doubled
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -273,19 +273,6 @@ def test_increments_in_blocks_of_rows_and_units(platform, units, monkeypatch, re
     assert_close(
         quick_jit(pull, static_argnums=0)(kernel), quick_jit(pull, static_argnums=0)(plain)
     )
-
-
-class Doubled(rg.GATO):
-    """Adds twice what GATO adds."""
-
-    @property
-    def sums(self):
-        once = super().sums
-
-        def increment(params, carry_tm1, z):
-            return jax.tree.map(lambda s: 2 * s, once.increment(params, carry_tm1, z))
-
-        return dataclasses.replace(once, increment=increment)
 
 
 class Sines(rg.GATO):

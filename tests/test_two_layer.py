@@ -1,7 +1,5 @@
 """The two-layer increment from its inputs: values and gradients against a loop over everything."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +8,8 @@ import pytest
 import recurrent_gates as rg
 from recurrent_gates.backends.shared import two_layer
 from recurrent_gates.scan import Loop, Settings
-
-from .support import array, assert_close, parameters, state
+from tests.support import array, assert_close, parameters, state
+from tests.test_gato import Doubled
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -108,16 +106,6 @@ def test_few_inputs_and_many_give_what_a_scan_gives(inputs, bias_vectors):
 
 
 def test_an_increment_of_ones_own_is_not_replaced():
-    class Doubled(rg.GATO):
-        @property
-        def sums(self):
-            once = super().sums
-
-            def increment(params, carry_tm1, z):
-                return jax.tree.map(lambda s: 2 * s, once.increment(params, carry_tm1, z))
-
-            return dataclasses.replace(once, increment=increment)
-
     cell = Doubled(2 * UNITS, g=rg.TwoLayer(HIDDEN), **WIDE)
     params, xs = parameters(cell, 2), array(14, 6, 3, 2)
     assert not serves(cell, params, xs, cell.initial((3,)))

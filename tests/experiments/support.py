@@ -10,8 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
+from absl.flags import Error
 
 from experiments.copy.settings import COPY
+from experiments.settings.errors import UserError
 from experiments.settings.resolver import resolve
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +54,14 @@ def assert_same_bits(actual, expected):
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert actual[name].tobytes() == value.tobytes(), name
+
+
+def refusal(function, *arguments):
+    """The one line with which a function refuses its arguments."""
+    with pytest.raises((Error, UserError)) as caught:
+        function(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def command(*flags, module="experiments.copy"):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -10,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.flags import Error
 
 from experiments.adding.settings import ADDING
 from experiments.command import flags, runs
@@ -18,7 +18,6 @@ from experiments.copy.settings import COPY
 from experiments.records.checkpoints import Checkpoints
 from experiments.records.workdir import Workdir, append_row
 from experiments.settings.cells import build_cell
-from experiments.settings.errors import UserError
 from experiments.settings.resolver import resolve
 from experiments.training import loop
 from experiments.training.learner import Learner
@@ -271,11 +270,7 @@ def test_only_the_last_checkpoint_will_do(copies, tmp_path):
     )
 
 
-def refused(*argv):
-    with pytest.raises((Error, UserError)) as error:
-        start(*argv)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+refused = functools.partial(support.refusal, start)
 
 
 BAD = {

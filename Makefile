@@ -13,8 +13,9 @@ BIN := $(VENV)/bin
 # One process per core; a file stays in one process, so that its compilations are shared.
 PYTEST_FLAGS ?= --numprocesses=auto --dist=loadfile
 
-QUICK = tests/test_cells.py tests/test_golden.py tests/test_layers.py tests/test_package.py \
-        tests/test_scan.py tests/experiments
+QUICK = tests/test_cells.py tests/test_export.py tests/test_foreign_cells.py tests/test_golden.py \
+        tests/test_layers.py tests/test_package.py tests/test_scan.py tests/test_trees.py \
+        tests/experiments
 
 .PHONY: copy test test-quick test-all mutate docs test-gpu test-cuda test-tpu lint
 

@@ -27,7 +27,8 @@ import hypothesis
 import jax
 import pytest
 
-gc.freeze()  # what is imported stays: the collector need not look at it again
+# A trace makes many objects that live as long as it does: look for garbage less often.
+gc.set_threshold(20_000, 20, 20)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -41,6 +42,12 @@ def pytest_addoption(parser):
     parser.addoption(
         "--full", action="store_true", help="test the full product of options instead of all pairs"
     )
+
+
+def pytest_collection_finish():
+    """What is imported stays: the collector need not look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -50,8 +50,14 @@ def randomize(tree, seed, scale=0.7):
 
 def parameters(cell, in_features, seed=0, scale=0.7):
     """Random float64 parameters for a cell, of the tree that `init_params` gives."""
-    shapes = jax.eval_shape(lambda key: cell.init_params(key, in_features), jax.random.key(0))
-    return randomize(shapes, seed + 1, scale)
+    widths = tuple(in_features.items()) if isinstance(in_features, dict) else in_features
+    return randomize(_shapes(cell, widths, jax.config.jax_enable_x64), seed + 1, scale)
+
+
+@functools.cache
+def _shapes(cell, widths, _):
+    in_features = dict(widths) if isinstance(widths, tuple) else widths
+    return jax.eval_shape(lambda key: cell.init_params(key, in_features), jax.random.key(0))
 
 
 def state(cell, batch_shape, seed=0, scale=0.5):

@@ -9,6 +9,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments.machine import processes
+from experiments.training import loop
+from experiments.training.learner import Learner
 from tests.support import run_as_main
 
 
@@ -32,6 +34,22 @@ def shared_compilations(tmp_path_factory):
     yield
     for name, value in before.items():
         jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def learners():
+    """Runs of one config share what is traced and compiled; the number of steps is an argument."""
+    made = {}
+
+    def learner(config):
+        one = config.hash()
+        if one not in made:
+            made[one] = Learner(config)
+        return made[one]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "Learner", learner)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from experiments.command import flags, main
-from experiments.copy.settings import COPY
 from experiments.copy.task import CopyTask
 from experiments.machine.mesh import Rows
+from experiments.records.checkpoints import _named_leaves
 from experiments.settings.metrics import Metric
 from experiments.training import lanes as lanes_module
 from experiments.training import supervised
@@ -22,12 +21,17 @@ from experiments.training.models import EVALUATION, Pass
 from experiments.training.state import Lane, Purpose, key_of
 from experiments.training.supervised import Batch, SupervisedTask
 from recurrent_gates import CELLS
-from tests.experiments.support import leaves, run_binary, tiny
+from tests.experiments.support import TINY, leaves, run_binary, tiny
+
+
+def prepared(**settings):
+    """A compiled learner of a tiny config, for each way of training several lanes."""
+    lanes = settings.get("seeds", 1) * len(settings.get("learning_rates", "1"))
+    return _prepared(lanes_module._LANE_AFTER_LANE if lanes > 1 else None, **settings)
 
 
 @functools.cache
-def prepared(**settings):
-    """A compiled learner of a tiny config."""
+def _prepared(way, **settings):
     return prepare(tiny(**settings))
 
 
@@ -79,9 +83,6 @@ def test_a_frozen_gate_bias_does_not_decay():
 def way(request, monkeypatch):
     """Both ways of training several lanes."""
     monkeypatch.setattr(lanes_module, "_LANE_AFTER_LANE", request.param)
-    prepared.cache_clear()
-    yield
-    prepared.cache_clear()
 
 
 @pytest.mark.usefixtures("way")
@@ -163,36 +164,42 @@ def decoded(learner, params, ys, batch):
     return jax.tree.map(jnp.mean, learner.task.score(outputs, batch))
 
 
-def assert_is_the_gradient(descent, by_hand):
-    """Loss and gradient of a step are those of ``by_hand(learner, params, batch)``."""
-    learner, params, loss, gradient = descent
+def slope_of(loss, learner):
+    """The compiled ``(params, *others) -> (value, gradient)`` of ``loss(learner, params, batch,
+    *others)`` on the first batch."""
     batch = first_batch(learner)
-    value, expected = jax.jit(jax.value_and_grad(lambda p: by_hand(learner, p, batch)))(params)
+    return jax.jit(
+        jax.value_and_grad(lambda params, *others: loss(learner, params, batch, *others))
+    )
+
+
+def assert_is_the_gradient(descent, slope, *others):
+    """Loss and gradient of a step are those by hand."""
+    _, params, loss, gradient = descent
+    value, expected = slope(params, *others)
     assert loss == pytest.approx(float(value), rel=1e-5)
     assert_near(gradient, expected, 2e-5)
 
 
-def damped(p):
+def damped(learner, params, batch, p):
     """A loss by hand in which the gradient through h is multiplied by 1 - p."""
 
-    def loss(learner, params, batch):
-        def before(carry):
-            return carry._replace(h=(1 - p) * carry.h + p * jax.lax.stop_gradient(carry.h))
+    def before(carry):
+        return carry._replace(h=(1 - p) * carry.h + p * jax.lax.stop_gradient(carry.h))
 
-        cell, own = learner.cell, params["recurrent"]["cell"]
-        ys = unrolled(cell, own, learner.encoded(params, batch.inputs), before)
-        return decoded(learner, params, ys, batch)["loss"]
-
-    return loss
+    cell, own = learner.cell, params["recurrent"]["cell"]
+    ys = unrolled(cell, own, learner.encoded(params, batch.inputs), before)
+    return decoded(learner, params, ys, batch)["loss"]
 
 
 def test_damping_scales_the_gradient_through_h():
     """And nothing else; that of detaching at every step is the one with nothing left of it."""
     descent = descended(tiny(cell="lstm", damp_prob=0.3))
-    assert_is_the_gradient(descent, damped(0.3))
+    slope = slope_of(damped, descent[0])
+    assert_is_the_gradient(descent, slope, 0.3)
     with pytest.raises(AssertionError):
-        assert_is_the_gradient(descent, damped(0.0))
-    assert_is_the_gradient(descended(tiny(cell="lstm", detach_prob=1.0)), damped(1.0))
+        assert_is_the_gradient(descent, slope, 0.0)
+    assert_is_the_gradient(descended(tiny(cell="lstm", detach_prob=1.0)), slope, 1.0)
 
 
 def test_detaching_can_end_before_training_does():
@@ -323,33 +330,28 @@ def test_every_purpose_seed_and_step_has_its_own_key():
 # Layers
 
 
-def stacked(masks):
+def stacked(learner, params, batch, masks):
     """The loss of two layers, one after the other."""
-
-    def loss(learner, params, batch):
-        ys = learner.encoded(params, batch.inputs)
-        cells = learner._module.recurrent.cells
-        for index, cell in enumerate(cells):
-            ys = unrolled(cell, params["recurrent"][f"cells_{index}"], ys * (masks if index else 1))
-        return decoded(learner, params, ys, batch)["loss"]
-
-    return loss
+    ys = learner.encoded(params, batch.inputs)
+    cells = learner._module.recurrent.cells
+    for index, cell in enumerate(cells):
+        ys = unrolled(cell, params["recurrent"][f"cells_{index}"], ys * (masks if index else 1))
+    return decoded(learner, params, ys, batch)["loss"]
 
 
-def test_two_layers_are_one_after_the_other():
-    assert_is_the_gradient(descended(tiny(cell="lstm", layers=2)), stacked(1))
-
-
-def test_dropout_between_layers():
+def test_two_layers_are_one_after_the_other_and_dropout_is_between_them():
     """The masks of the first step, drawn again, on the outputs of the first layer alone."""
     key = key_of(Lane(jnp.int32(0), jnp.float32(0)), Purpose.DROPOUT)
     descent = descended(tiny(cell="lstm", layers=2, layer_dropout=0.5))
     steps = len(first_batch(descent[0]).inputs)
     at = Pass(rows=Rows(0, 8, 8), dropout_key=jax.random.fold_in(key, 0), layer_dropout=0.5)
     (mask,) = at.layer_masks(steps, [6])
-    assert_is_the_gradient(descent, stacked(mask))
+    slope = slope_of(stacked, descent[0])
+    assert_is_the_gradient(descent, slope, mask)
     with pytest.raises(AssertionError):
-        assert_is_the_gradient(descent, stacked(jnp.roll(mask, 1, axis=1)))
+        assert_is_the_gradient(descent, slope, jnp.roll(mask, 1, axis=1))
+    plain = descended(tiny(cell="lstm", layers=2))
+    assert_is_the_gradient(plain, slope, jnp.ones_like(mask))
 
 
 def test_masks_between_layers():
@@ -385,37 +387,36 @@ def test_every_example_and_layer_has_its_own_mask_in_the_decoder():
 # Devices
 
 
-def gradients(workdir):
+def gradients(named):
     """Adam's first moments after one step: a tenth of the gradient."""
-    found = {name: leaf for name, leaf in leaves(workdir, 1).items() if ".mu." in name}
+    found = {name: np.asarray(leaf) for name, leaf in named.items() if ".mu." in name}
     assert found
     return found
 
 
 def test_masks_and_scores_are_the_same_on_1_and_7_devices(tmp_path):
     """Of each example; the 50 to score are no multiple of 7."""
-    argv = ["--cell=lstm", "--hidden_size=8", "--length=3", "--batch_size=7", "--steps=1"]
-    argv += ["--held_out_sequences=50", "--layers=2", "--layer_dropout=0.2", "--dropout=0.3"]
-    argv += ["--zoneout_c=0.3"]
-    together = [*argv, "--detach_prob=0.5"]
-    apart = [*together, "--detach_per_example"]
-    done = run_binary(*apart, f"--workdir={tmp_path / 'seven'}", devices=7)
+    settings = dict(cell="lstm", batch_size=7, held_out_sequences=50, layers=2)
+    settings |= dict(layer_dropout=0.2, dropout=0.3, zoneout_c=0.3, detach_prob=0.5)
+    apart = settings | dict(detach_per_example=True)
+    only = dict(decoder=16, learning_rates=0.01, steps=1, eval_every=1)
+    argv = [
+        f"--{name}" if value is True else f"--{name}={value}"
+        for name, value in (TINY | apart | only).items()
+    ]
+    done = run_binary(*argv, f"--workdir={tmp_path}", devices=7)
     assert done.returncode == 0, done.stderr
     assert "on cpu x 7" in done.stdout
-    for name, flags_given in (("one", apart), ("other", together)):
-        given = [*flags_given, f"--workdir={tmp_path / name}"]
-        define = functools.partial(flags.define_experiment, COPY)
-        main.train_one(COPY, flags.parse(["copy", *given], define))
-    one, seven, other = (gradients(tmp_path / name) for name in ("one", "seven", "other"))
-    assert_near(seven, one, 1e-5)
+    one, other = (gradients(_named_leaves(after(1, **each))) for each in (apart, settings))
+    assert_near(gradients(leaves(tmp_path, 1)), one, 1e-5)
     with pytest.raises(AssertionError):  # other masks would show
         assert_near(other, one, 1e-2)
-    first = [
-        (tmp_path / name / "metrics.jsonl").read_text().splitlines()[0] for name in ("one", "seven")
-    ]
-    begun, shared = (json.loads(line)["held_out"] for line in first)
+    learner = prepared(**apart)
+    _, begun = learner.evaluate(learner.initial())
+    shared = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["held_out"]
+    assert begun.keys() == shared.keys()
     for name, value in begun.items():
-        assert shared[name] == pytest.approx(value, rel=1e-5), name
+        assert shared[name] == [pytest.approx(float(value), rel=1e-5)], name
 
 
 # Other settings

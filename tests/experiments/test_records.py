@@ -13,7 +13,6 @@ import struct
 import sys
 import termios
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -26,33 +25,15 @@ from experiments.machine.profiling import Profile
 from experiments.machine.stopping import StoppedError, Stopping, stopping
 from experiments.records import checkpoints as records_checkpoints
 from experiments.records import reporting, workdir
-from experiments.records.checkpoints import Checkpoints
 from experiments.records.reporting import Progress
 from experiments.records.storage import written
 from experiments.records.workdir import EarlierVersionError, Workdir, append_row, read_rows
 from experiments.settings.errors import StorageError, UserError
 from experiments.settings.resolver import resolve
 from experiments.training import loop
-from experiments.training.learner import Learner
 from tests.experiments.support import assert_same_bits, leaves, tiny
 
-
-@pytest.fixture(scope="module", autouse=True)
-def learners():
-    """Each config is traced and compiled once, for all runs of this file."""
-    made = {}
-
-    def learner(config):
-        one = config.hash()  # the number of steps is an argument
-        if one not in made:
-            made[one] = Learner(config)
-            made[one].prepare()
-            made[one].prepare = made[one].check = lambda: None
-        return made[one]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "Learner", learner)
-        yield
+pytestmark = pytest.mark.usefixtures("learners")
 
 
 @pytest.fixture(autouse=True)
@@ -91,108 +72,6 @@ def lines(run, name="metrics.jsonl"):
 def one_sentence(error):
     text = str(error.value)
     return "\n" not in text and text.endswith(".")
-
-
-STATE = {"a": np.arange(4.0), "b": np.int32(3)}
-OTHER = {"a": np.arange(4.0) + 1, "b": np.int32(4)}
-
-
-@pytest.fixture
-def saved(tmp_path):
-    """Checkpoints with one of step 7."""
-    with contextlib.closing(Checkpoints(tmp_path / "checkpoints")) as checkpoints:
-        checkpoints.save(7, STATE)
-        yield checkpoints
-
-
-def same(state, expected):
-    return state is not None and all(np.array_equal(state[name], expected[name]) for name in STATE)
-
-
-def test_a_checkpoint_is_replaced_once_the_new_one_is_there(saved, tmp_path, monkeypatch):
-    def fail(*args, **kwargs):
-        assert same(saved.read(7, STATE), STATE)
-        raise OSError(errno.ENOSPC, "full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(saved._orbax, "save", fail)
-        with pytest.raises(StorageError, match=r"cannot write .*/7: No space left on device;"):
-            saved.save(7, OTHER)
-    assert os.listdir(tmp_path / "checkpoints") == ["7"]
-    assert same(saved.read(7, STATE), STATE)
-    saved.save(7, OTHER)
-    assert os.listdir(tmp_path / "checkpoints") == ["7"]
-    assert same(saved.read(7, STATE), OTHER)
-
-
-def test_a_kill_while_a_checkpoint_is_replaced_loses_none(saved, tmp_path):
-    directory = tmp_path / "checkpoints"
-    (directory / "7").rename(directory / "7.old")
-    assert saved.restore(STATE, print)[0] == 7
-    shutil.copytree(directory / "7", directory / "7.old")  # killed a little later
-    assert saved.restore(STATE, print)[0] == 7
-    assert os.listdir(directory) == ["7"]
-
-
-def test_a_checkpoint_stays_until_the_new_one_is_in_its_place(saved, tmp_path, monkeypatch):
-    """Whatever ends the process between two renames."""
-    rename = Path.rename
-
-    def fail(path, target):
-        if path.name == "7.new":
-            raise OSError(errno.EIO, "no")
-        return rename(path, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", fail)
-        with pytest.raises(StorageError, match=r"cannot write .*/7: "):
-            saved.save(7, OTHER)
-    step, state = saved.restore(STATE, print)
-    assert (step, same(state, STATE)) == (7, True)
-    assert os.listdir(tmp_path / "checkpoints") == ["7"]
-
-
-def test_what_a_killed_save_left_is_removed(saved, tmp_path):
-    directory = tmp_path / "checkpoints"
-    for name in ("9.new", "8.orbax-checkpoint-tmp", "8.orbax-checkpoint-tmp-17"):
-        (directory / name / "default").mkdir(parents=True)
-    (directory / "notes").mkdir()
-    assert saved.last_step == 7
-    assert same(saved.read(7, STATE), STATE)
-    assert len(os.listdir(directory)) == 5  # to read is not to claim
-    assert saved.restore(STATE, print)[0] == 7
-    assert sorted(os.listdir(directory)) == ["7", "notes"]
-
-
-def test_the_last_three_checkpoints_are_kept(saved):
-    for step in (8, 9, 10):
-        saved.save(step, STATE)
-    assert saved.steps == [8, 9, 10]
-
-
-def test_orbax_says_nothing_of_damage(saved, tmp_path, capfd):
-    saved.save(8, OTHER)
-    damaged = tmp_path / "checkpoints" / "8"
-    for path in damaged.rglob("*"):
-        if path.is_file() and path.name != "contents.json":
-            path.write_bytes(path.read_bytes()[:-1])
-    said = []
-    step, state = saved.restore(STATE, said.append)
-    assert (step, same(state, STATE)) == (7, True)
-    assert said == [
-        f"warning: the checkpoint {tmp_path}/checkpoints/8 is damaged; going on from step 7."
-    ]
-    assert capfd.readouterr() == ("", "")
-
-
-def test_whole_files_of_another_state_are_damage_too(saved, tmp_path):
-    """Which Orbax would read."""
-    saved.save(8, OTHER)
-    seven, eight = (tmp_path / "checkpoints" / name / "default" for name in "78")
-    shutil.rmtree(seven)
-    shutil.copytree(eight, seven)
-    assert saved.read(7, STATE) is None
-    assert same(saved.read(8, STATE), OTHER)
 
 
 def test_a_folder_of_others_is_refused(tmp_path):

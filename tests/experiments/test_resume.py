@@ -25,6 +25,8 @@ from experiments.training.learner import Learner
 from tests.experiments import support
 from tests.experiments.support import ROOT, assert_same_bits, environment, leaves, tiny
 
+pytestmark = pytest.mark.usefixtures("learners")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def every_evaluation_is_checkpointed():
@@ -35,7 +37,7 @@ def every_evaluation_is_checkpointed():
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(learners, tmp_path_factory):
     """A finished run of four steps."""
     path = tmp_path_factory.mktemp("finished")
     loop.run(tiny(), path)

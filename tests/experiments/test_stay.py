@@ -174,6 +174,7 @@ def test_padding_changes_nothing(cell, backend):
     params = learner.initial().params
     batch = ragged(lengths, 7)
 
+    @jax.jit
     def loss(params, batch):
         outcome = task.loss(learner.apply, params, batch, (), train=True)
         return outcome.loss[0] / outcome.loss[1]

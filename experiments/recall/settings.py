@@ -79,7 +79,7 @@ _PROTOCOLS = {
             "min_length": Sourced(2, "ours: a size that two cores learn in minutes"),
             "max_length": Sourced(4, "ours: as min_length"),
             "max_repeats": Sourced(3, "ours: as min_length"),
-            "steps": Sourced(6000, "ours: as min_length"),
+            "steps": Sourced(4000, "ours: as min_length"),
             "batch_size": Sourced(16, "DNC code"),
             "learning_rates": Sourced((2e-3,), "ours: as min_length"),
             "optimizer": Sourced("adam", "ours: as min_length"),

@@ -93,7 +93,7 @@ class DNC(MemoryCell):
 
     @property
     def interface(self) -> dict[str, tuple[int, ...]]:
-        """What the controller says at each step: names and shapes, in the order of the kernel."""
+        """Names and shapes of what the controller says at each step, in the order of the kernel."""
         reads, writes, width = self.read_heads, self.write_heads, self.word_size
         return {
             "write_vectors": (writes, width),

@@ -229,4 +229,4 @@ def _commonest(source: Source, count: int) -> tuple[float, float, float]:
         guess += chr(kinds[counts.argmax()])
     total = sum(map(len, answers))
     exact = sum(answer == guess[: len(answer)] for answer in answers)
-    return hits / total, exact / count, entropy / total
+    return float(hits / total), exact / count, entropy / total

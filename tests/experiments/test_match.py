@@ -234,9 +234,8 @@ def test_a_feed_forward_agent_sees_the_present_alone():
         assert np.array_equal(*logits) == memoryless
 
 
-@pytest.mark.parametrize("cell", ["ur_lstm", "ur_rma"])
-def test_reconstructions_train_the_recurrent_layers(cell):
-    settings = {"cell": cell, "window": 5, "reconstruction": True}
+def test_reconstructions_train_the_recurrent_layers():
+    settings = {"cell": "ur_rma", "window": 5, "reconstruction": True}
     learner, state, *_ = started(**settings)
     window = next(windows(1, **settings))
     task = dataclasses.replace(learner.task, entropy_cost=0.0, baseline_cost=0.0)
@@ -254,37 +253,22 @@ def test_reconstructions_train_the_recurrent_layers(cell):
     assert norm(without["recaller"]) > 0  # actions and rewards
 
 
-@pytest.fixture(scope="module")
-def mazes():
-    """The last reward in a T-maze of an agent with memory, and of one without."""
-    played = {}
-    for memoryless in (False, True):
-        settings = {
-            "challenge": "t_maze",
-            "length": 3,
-            "memoryless": memoryless,
-            "hidden_size": 16,
-            "code": 8,
-            "decoder": (),
-            "learning_rates": (1e-2,),
-            "entropy_cost": 0.05,
-            "held_out_episodes": 128,
-        }
-        learner = Learner(resolve(MATCH, "small", settings))
-        learner.load()
-        learner.prepare()
-        state = learner.advance(learner.initial(), 0, 150)
-        played[memoryless] = learner.final_scores(state)
-        learner.close()
-    return played
-
-
-def test_an_agent_learns_what_it_must_remember(mazes):
-    with_memory, without = mazes[False], mazes[True]
-    assert with_memory["greedy_last_phase_reward"] > 0.95
-    assert with_memory["return"] > 0.9
-    assert 0.3 < without["greedy_last_phase_reward"] < 0.7
-    assert without["last_phase_reward"] < 0.7
+def test_an_agent_learns_what_it_must_remember():
+    settings = {
+        "challenge": "t_maze",
+        "length": 3,
+        "hidden_size": 16,
+        "code": 8,
+        "decoder": (),
+        "learning_rates": (1e-2,),
+        "held_out_episodes": 128,
+    }
+    learner = Learner(resolve(MATCH, "small", settings))
+    learner.load()
+    learner.prepare()
+    scores = learner.final_scores(learner.advance(learner.initial(), 0, 100))
+    assert scores["greedy_last_phase_reward"] > 0.95
+    assert scores["last_phase_reward"] == scores["return"] > 0.9
 
 
 # Settings

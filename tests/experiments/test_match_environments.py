@@ -303,8 +303,8 @@ def test_count_recall_asks_for_what_was_dealt(decks, kind, kinds):
 
 @pytest.mark.parametrize(
     "game",
-    [TMaze(10), RepeatPrevious(), CountRecall(), CountRecall(2, "suits")],
-    ids=["t_maze", "repeat_previous", "colors", "suits"],
+    [TMaze(10), RepeatPrevious(), CountRecall(2, "suits")],
+    ids=["t_maze", "repeat_previous", "count_recall"],
 )
 def test_random_answers_score_chance(game):
     """10,000 episodes; in the T-maze of who walks to the fork, and chooses an arm there."""

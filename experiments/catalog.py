@@ -37,20 +37,20 @@ def page() -> str:
         "`python -m experiments.catalog`. A protocol's values stand with their sources in "
         "`experiments/NAME/settings.py`, and `--describe` shows those of one run.",
     ]
-    shared = set.intersection(*(set(one.known()) for one in EXPERIMENTS))
+    shared = set.intersection(*(set(one.declarations()) for one in EXPERIMENTS))
     first = EXPERIMENTS[0]
     lines += ["", "## Of every experiment", "", "| flag | meaning | allowed |", "|---|---|---|"]
-    for name, one in first.known().items():
+    for name, one in first.declarations().items():
         if name in shared:
             lines.append(f"| `--{one.flag}` | {one.meaning} | {one.usual} |")
     for experiment in EXPERIMENTS:
         lines += ["", f"## {experiment.name}", "", "| flag | meaning | allowed |", "|---|---|---|"]
-        known = experiment.known()
-        for name, one in known.items():
+        declarations = experiment.declarations()
+        for name, one in declarations.items():
             if name not in shared:
                 lines.append(f"| `--{one.flag}` | {one.meaning} | {one.usual} |")
         lines += ["", "Defaults that differ between protocols:", ""]
-        for one in known.values():
+        for one in declarations.values():
             text = defaults_text(experiment, one)
             if "(" in text:
                 lines.append(f"- `--{one.flag}`: {text}")

@@ -40,7 +40,17 @@ hypothesis.settings.load_profile("repeatable")
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--full", action="store_true", help="test the full product of options instead of all pairs"
+        "--full",
+        action="store_true",
+        help="test the full product of options instead of all pairs, and thousands of bad files",
+    )
+
+
+def pytest_configure(config):
+    """How many mutated files a reader is given: see `tests.support.fuzzed`."""
+    examples = 2000 if config.getoption("full") else 15
+    hypothesis.settings.register_profile(
+        "fuzzed", hypothesis.settings.get_profile("repeatable"), max_examples=examples
     )
 
 

@@ -4,6 +4,7 @@ import functools
 import runpy
 import sys
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,6 +69,11 @@ def state(cell, batch_shape, seed=0, scale=0.5):
 def array(seed, *shape, scale=1.0):
     """A random float64 array."""
     return jnp.asarray(np.random.default_rng(seed).normal(0.0, scale, shape))
+
+
+def fuzzed(test):
+    """A test by hypothesis of mutated files: a few, and 2,000 of them in a full run."""
+    return hypothesis.settings(hypothesis.settings.get_profile("fuzzed"))(test)
 
 
 def dot(tree, cotangents):

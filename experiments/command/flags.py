@@ -103,7 +103,7 @@ def add(
 def define_experiment(experiment: Experiment, values: FlagValues) -> None:
     """Defines a flag for every setting, and those of a run. One that is not given leaves the
     protocol's value."""
-    for name, one in experiment.known().items():
+    for name, one in experiment.declarations().items():
         add(values, one.flag, one.meaning, one.kind, several=one.several, choices=one.choices)
         if one.singular:
             add(values, one.singular, f"one of --{name}", one.kind)
@@ -127,7 +127,7 @@ def define_run(values: FlagValues) -> None:
     add(values, "process_id", "which of them this is, from 0", int)
 
 
-class Wanted(NamedTuple):
+class Request(NamedTuple):
     """What a command line asks for: settings beside a protocol, what to do and where."""
 
     protocol: str
@@ -137,7 +137,7 @@ class Wanted(NamedTuple):
     profile: int
 
 
-def wanted(experiment: Experiment, flag_values: Mapping[str, Any]) -> Wanted:
+def request(experiment: Experiment, flag_values: Mapping[str, Any]) -> Request:
     """What flags express.
 
     Args:
@@ -152,13 +152,13 @@ def wanted(experiment: Experiment, flag_values: Mapping[str, Any]) -> Wanted:
     workdir, profile = settings.pop("workdir", None), settings.pop("profile", 0)
     if not 0 <= profile < 2**31:
         raise UserError(f"--profile must be at least 0 and below {2**31}, got {profile}.")
-    for name, one in experiment.known().items():
+    for name, one in experiment.declarations().items():
         if one.singular and one.singular in settings:
             exclude(settings, one.singular, one.flag)
             settings[name] = (settings.pop(one.singular),)
         if one.flag in settings and one.flag != name:
             settings[name] = settings.pop(one.flag)
-    return Wanted(protocol, settings, describe, workdir, profile)
+    return Request(protocol, settings, describe, workdir, profile)
 
 
 def exclude(flag_values: Iterable[str], one: str, other: str) -> None:
@@ -220,7 +220,7 @@ def help_text(usage: str, define: Define, experiment: Experiment | None = None) 
     """What ``--help`` prints: two lines for each flag, and its default in each protocol."""
     values = defined(define)
     lines = [f"usage: {usage}", ""]
-    sources = {} if experiment is None else experiment.known()
+    sources = {} if experiment is None else experiment.declarations()
     by_flag = {one.flag: one for one in sources.values()}
     for name in values:
         flag = values[name]

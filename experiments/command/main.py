@@ -156,17 +156,17 @@ def train_one(
     from experiments.settings.resolver import resolve
     from experiments.training import loop
 
-    wanted = flags.wanted(experiment, flag_values)
-    config = resolve(experiment, wanted.protocol, wanted.settings)
-    if wanted.describe:
+    request = flags.request(experiment, flag_values)
+    config = resolve(experiment, request.protocol, request.settings)
+    if request.describe:
         described = json.dumps(runs.description(experiment, config), indent=2)
         if is_first():
             print(described)
         return None
     cell = config.model.cell.replace(":", ".")
-    default = os.path.join("runs", experiment.name, f"{cell}-{wanted.protocol}-{config.hash()}")
-    workdir = Path(wanted.workdir or default)
-    return workdir if loop.run(config, workdir, wanted.profile, illustrate) else None
+    default = os.path.join("runs", experiment.name, f"{cell}-{request.protocol}-{config.hash()}")
+    workdir = Path(request.workdir or default)
+    return workdir if loop.run(config, workdir, request.profile, illustrate) else None
 
 
 def join_processes(name: str, flag_values: Mapping[str, Any]) -> None:

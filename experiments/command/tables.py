@@ -15,11 +15,11 @@ def write(path: Path, content: str) -> None:
     Raises:
       UserError: if it cannot be written.
     """
-    part = path.with_name(path.name + ".part")
+    partial = path.with_name(path.name + ".partial")
     make(path.parent)
     try:
-        part.write_text(content)
-        os.replace(part, path)
+        partial.write_text(content)
+        os.replace(partial, path)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}.") from None
 

@@ -63,11 +63,13 @@ def read(folder: Path) -> Stays:
         if int(record) in days:
             raise bad_row(path, row, "its RecordID came before")
         days[int(record)] = number(path, row, "Length_of_stay", length)
-    known = sorted(identifier for identifier in days if days[identifier] >= 0)  # -1: unknown
+    identifiers = sorted(identifier for identifier in days if days[identifier] >= 0)  # -1: unknown
     measured = Measured()
-    for stay, identifier in enumerate(known):
+    for stay, identifier in enumerate(identifiers):
         _record(folder / RECORDS / f"{identifier}.txt", stay, measured)
-    return measured.together([days[one] > LONG_DAYS for one in known], range(len(known)))
+    return measured.together(
+        [days[one] > LONG_DAYS for one in identifiers], range(len(identifiers))
+    )
 
 
 def _record(path: Path, stay: int, measured: Measured) -> None:

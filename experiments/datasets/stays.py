@@ -111,16 +111,16 @@ def load(name: str, data_dir: str | None, stay: str, say: Callable[[str], None])
 
 
 def _find(source: Source, data_dir: str | None) -> tuple[Path, list[Path]]:
-    asked = f"put {source.needs} of {source.published} into a directory DIR: --data_dir=DIR."
+    instruction = f"put {source.needs} of {source.published} into a directory DIR: --data_dir=DIR."
     if data_dir is None:
-        raise UserError(f"{source.title} is not here: {asked}")
+        raise UserError(f"{source.title} is not here: {instruction}")
     root = Path(data_dir)
     if not root.is_dir():
         raise UserError(f"--data_dir={data_dir} is no directory.")
     for folder in (*(root / name for name in source.folders), root):
         if folder.is_dir() and (files := source.files(folder)):
             return folder, files
-    raise UserError(f"{source.title} is not in {data_dir}: {asked}")
+    raise UserError(f"{source.title} is not in {data_dir}: {instruction}")
 
 
 def _check(source: Source, folder: Path, stays: Stays) -> None:

@@ -184,9 +184,9 @@ def read(name: str, data_dir: str | None, level: str) -> Corpus:
 
 def _find(text: Text, data_dir: str | None) -> list[Path]:
     needs = " or ".join(", ".join(names) for names in text.files)
-    asked = f"put {needs} from {text.published} into a directory DIR and give --data_dir=DIR."
+    instruction = f"put {needs} from {text.published} into a directory DIR and give --data_dir=DIR."
     if data_dir is None:
-        raise UserError(f"{text.title} is not here: {asked}")
+        raise UserError(f"{text.title} is not here: {instruction}")
     root = Path(data_dir)
     if not root.is_dir():
         raise UserError(f"--data_dir={data_dir} is no directory.")
@@ -195,7 +195,7 @@ def _find(text: Text, data_dir: str | None) -> list[Path]:
             paths = [folder / name for name in names]
             if all(path.is_file() for path in paths):
                 return paths
-    raise UserError(f"{text.title} is not in {data_dir}: {asked}")
+    raise UserError(f"{text.title} is not in {data_dir}: {instruction}")
 
 
 def _part(path: Path, numbers: dict[str, int], level: str, learn: bool) -> Part:
@@ -251,20 +251,20 @@ def ngram_perplexities(corpus: Corpus, part: Part, longest: int) -> list[float]:
     p = np.full(len(words), 1 / size)
     perplexities = []
     for length in range(1, longest + 1):
-        known = _contexts(corpus.train.tokens, length - 1, size)
-        asked = _contexts(part.tokens, length - 1, size)
+        train_contexts = _contexts(corpus.train.tokens, length - 1, size)
+        part_contexts = _contexts(part.tokens, length - 1, size)
         pairs, pair_counts = np.unique(
-            known * size + corpus.train.tokens[length - 1 :], return_counts=True
+            train_contexts * size + corpus.train.tokens[length - 1 :], return_counts=True
         )
         contexts, kinds = np.unique(pairs // size, return_counts=True)
         totals = np.bincount(
             np.searchsorted(contexts, pairs // size), pair_counts, minlength=len(contexts)
         )
-        at = np.clip(np.searchsorted(contexts, asked), 0, len(contexts) - 1)
-        seen = contexts[at] == asked
-        wanted = asked * size + words[length - 1 :]
-        pair = np.clip(np.searchsorted(pairs, wanted), 0, len(pairs) - 1)
-        count = np.where(pairs[pair] == wanted, pair_counts[pair], 0)
+        at = np.clip(np.searchsorted(contexts, part_contexts), 0, len(contexts) - 1)
+        seen = contexts[at] == part_contexts
+        part_pairs = part_contexts * size + words[length - 1 :]
+        pair = np.clip(np.searchsorted(pairs, part_pairs), 0, len(pairs) - 1)
+        count = np.where(pairs[pair] == part_pairs, pair_counts[pair], 0)
         lower = p[length - 1 :]
         better = (count + kinds[at] * lower) / (totals[at] + kinds[at])
         p = np.concatenate([p[: length - 1], np.where(seen, better, lower)])

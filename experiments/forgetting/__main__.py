@@ -39,21 +39,21 @@ def begin(flag_values: dict[str, Any]) -> None:
     from experiments.forgetting import study
     from experiments.settings.resolver import resolve
 
-    wanted = flags.wanted(FORGETTING, flag_values)
-    settings = wanted.settings
+    request = flags.request(FORGETTING, flag_values)
+    settings = request.settings
     flags.exclude(settings, "cell", "cells")
     cells = (settings.pop("cell"),) if "cell" in settings else settings.pop("cells", CELLS)
     flags.distinct("cells", cells)
     configs = {
-        cell.replace(":", "."): resolve(FORGETTING, wanted.protocol, {**settings, "cell": cell})
+        cell.replace(":", "."): resolve(FORGETTING, request.protocol, {**settings, "cell": cell})
         for cell in cells
     }
     study.check(configs)
-    if wanted.describe:
+    if request.describe:
         print(runs.describe(FORGETTING, configs))
         return
-    default = runs.directory(FORGETTING.name, wanted.protocol, list(configs.values()))
-    study.run(configs, Path(wanted.workdir or default), wanted.profile)
+    default = runs.directory(FORGETTING.name, request.protocol, list(configs.values()))
+    study.run(configs, Path(request.workdir or default), request.profile)
 
 
 if __name__ == "__main__":

@@ -5,21 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from experiments.command.main import experiment_main, train_one
-from experiments.language_model.settings import LANGUAGE_MODEL
+from experiments.language_model.settings import LANGUAGE_MODEL, Sampling
+from experiments.settings import fields
 
 if TYPE_CHECKING:
     from absl.flags import FlagValues
-
-_FLAGS = {"sample": int, "temperature": float, "top_k": int}
 
 
 def define(values: FlagValues) -> None:
     """The flags of samples, beside those of the settings."""
     from experiments.command import flags
 
-    flags.add(values, "sample", "write so many tokens of text, and at every evaluation", int)
-    flags.add(values, "temperature", "of the samples; 0: the likeliest token; default: 1", float)
-    flags.add(values, "top_k", "draw from so many of the likeliest tokens; default: all", int)
+    for one in fields.declared(Sampling).values():
+        assert one.default is not None
+        flags.add(values, one.flag, f"{one.meaning}; default: {one.default.value:g}", one.kind)
 
 
 def begin(flag_values: dict[str, Any]) -> None:
@@ -29,16 +28,15 @@ def begin(flag_values: dict[str, Any]) -> None:
       UserError: if a wish cannot be met.
     """
     from experiments.command import runs
-    from experiments.language_model.sample import Sampling, sample
+    from experiments.language_model.sample import sample
     from experiments.records.reporting import say
-    from experiments.settings import fields
 
-    named = {name: flag_values.pop(name) for name in _FLAGS if name in flag_values}
-    known = fields.declared(Sampling)
+    declarations = fields.declared(Sampling)
+    named = {name: flag_values.pop(name) for name in declarations if name in flag_values}
     values = {name: entry.value for name, entry in fields.defaults(Sampling)} | named
     sampling = Sampling(**values)
     fields.check_all(sampling)
-    fields.check_effect(named, values, known)
+    fields.check_effect(named, values, declarations)
 
     def illustrate(learner: Any, params: Any) -> dict[str, str]:
         return {"sample": sample(learner, params, sampling)}

@@ -5,7 +5,6 @@ Letters: V words.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -13,36 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.datasets.text import END
+from experiments.language_model.settings import Sampling
 from experiments.language_model.task import LanguageModelTask
-from experiments.settings.fields import Sourced, setting
 from experiments.training.learner import Learner
 
 _KEY = 0x7E87  # of all samples: two of them differ by their models alone
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """What text is written."""
-
-    sample: int = setting(
-        "write so many tokens of text after training, and to TensorBoard at every evaluation",
-        Sourced(0, "ours: none"),
-        least=0,
-        most=100_000,
-    )
-    temperature: float = setting(
-        "log-probabilities are divided by it before a token is drawn; 0: the likeliest is taken",
-        Sourced(1.0, "ours: the model's own distribution"),
-        least=0,
-        most=100,
-        needs="sample",
-    )
-    top_k: int = setting(
-        "draw from so many of the likeliest tokens; 0: from all",
-        Sourced(0, "ours: the model's own distribution"),
-        least=0,
-        needs="sample",
-    )
 
 
 def sampled_tokens(

@@ -59,6 +59,31 @@ class LanguageModelSettings:
     reading_window: int = setting("steps of both", Sourced(70, "AWD-LSTM's code"), least=1)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """What text is written."""
+
+    sample: int = setting(
+        "write so many tokens of text after training, and to TensorBoard at every evaluation",
+        Sourced(0, "ours: none"),
+        least=0,
+        most=100_000,
+    )
+    temperature: float = setting(
+        "log-probabilities are divided by it before a token is drawn; 0: the likeliest is taken",
+        Sourced(1.0, "ours: the model's own distribution"),
+        least=0,
+        most=100,
+        needs="sample",
+    )
+    top_k: int = setting(
+        "draw from so many of the likeliest tokens; 0: from all",
+        Sourced(0, "ours: the model's own distribution"),
+        least=0,
+        needs="sample",
+    )
+
+
 _GATO_CELLS = {
     "gato": {
         **TORCH_CELLS["gato"],

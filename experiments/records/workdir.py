@@ -22,7 +22,7 @@ from experiments.settings.errors import StorageError, UserError
 Row = dict[str, Any]
 
 _CONFIG = "config.json"
-_NOT_YET = {"lock", "config.json.part"}  # what a run leaves that could not even write its config
+_NOT_YET = {"lock", "config.json.partial"}  # what a run leaves that could not even write its config
 
 
 class EarlierVersionError(UserError):
@@ -345,17 +345,17 @@ def _is_timing(row: Row) -> bool:
 
 def _replace(path: Path, text: str) -> None:
     """Writes a file whole or not at all."""
-    part = path.with_name(path.name + ".part")
+    partial = path.with_name(path.name + ".partial")
     with written(path):
         try:
-            with part.open("w") as file:
+            with partial.open("w") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(part, path)
+            os.replace(partial, path)
         except OSError:
             with contextlib.suppress(OSError):
-                part.unlink()
+                partial.unlink()
             raise
 
 

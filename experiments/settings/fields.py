@@ -199,31 +199,31 @@ def defaults(*classes: Any) -> Iterator[tuple[str, Sourced]]:
 
 
 def check_effect(
-    named: Mapping[str, Any], values: Mapping[str, Any], known: Mapping[str, Setting]
+    named: Mapping[str, Any], values: Mapping[str, Any], declarations: Mapping[str, Setting]
 ) -> None:
     """Raises ``UserError`` on a setting that was given and has no effect beside the others.
 
     Args:
       named: the settings that the user named.
       values: all settings in effect.
-      known: the declarations.
+      declarations: of all settings, by name.
     """
     for name in named:
-        if name not in known or (needs := known[name].needs) is None:
+        if name not in declarations or (needs := declarations[name].needs) is None:
             continue
         if not named[name]:  # to turn off what has no effect is no mistake
             continue
-        other, wanted = needs
+        other, allowed = needs
         value = values.get(other)
-        if value in wanted if wanted else value:
+        if value in allowed if allowed else value:
             continue
         shown = (
             f"--{other.rstrip('_')}={shown_value(value)}" if other in values else f"no --{other}"
         )
-        with_ = f"={' or '.join(map(str, wanted))}" if wanted else ""
-        if isinstance(wanted, range):
-            with_ = f" of at least {wanted.start}"
+        with_ = f"={' or '.join(map(str, allowed))}" if allowed else ""
+        if isinstance(allowed, range):
+            with_ = f" of at least {allowed.start}"
         raise UserError(
-            f"--{known[name].flag} has no effect with {shown}: it needs --{other.rstrip('_')}"
-            f"{with_}."
+            f"--{declarations[name].flag} has no effect with {shown}: it needs "
+            f"--{other.rstrip('_')}{with_}."
         )

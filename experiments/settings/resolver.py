@@ -41,14 +41,14 @@ class Experiment(NamedTuple):
         """Whether its length may be given in passes over a training set."""
         return any("epochs" in protocol.settings for protocol in self.protocols.values())
 
-    def known(self) -> dict[str, Setting]:
+    def declarations(self) -> dict[str, Setting]:
         """Every setting by name: the shared ones, the task's, and epochs where there are any."""
         classes = [*_SHARED, self.settings, *([Passes] if self.in_passes else [])]
-        known = {name: one for cls in classes for name, one in fields.declared(cls).items()}
+        declarations = {name: one for cls in classes for name, one in fields.declared(cls).items()}
         return {
             name: one
-            for name, one in known.items()
-            if one.needs is None or one.needs[0] in known  # else it could have no effect
+            for name, one in declarations.items()
+            if one.needs is None or one.needs[0] in declarations  # else it could have no effect
         }
 
     def values(self, protocol: str) -> dict[str, fields.Sourced]:
@@ -58,8 +58,8 @@ class Experiment(NamedTuple):
           UserError: if there is no such protocol.
         """
         if protocol not in self.protocols:
-            known = ", ".join(self.protocols)
-            raise UserError(f"There is no protocol {protocol!r}; known: {known}.")
+            names = ", ".join(self.protocols)
+            raise UserError(f"There is no protocol {protocol!r}; known: {names}.")
         return {
             **dict(fields.defaults(*_SHARED, self.settings)),
             **self.protocols[protocol].settings,
@@ -80,11 +80,11 @@ def resolve(experiment: Experiment, protocol: str, overrides: Mapping[str, Any])
     Raises:
       UserError: if there is no such protocol, or the settings cannot be.
     """
-    known, sourced = experiment.known(), experiment.values(protocol)
+    declarations, sourced = experiment.declarations(), experiment.values(protocol)
     for name, value in overrides.items():
-        if name not in known:
+        if name not in declarations:
             raise UserError(f"--{name.rstrip('_')} is not for {experiment.name}: {_NO_SETTING}")
-        known[name].check(value)
+        declarations[name].check(value)
     chosen = {name: entry.value for name, entry in sourced.items()} | dict(overrides)
     forms = getattr(experiment.settings, "forms", {})
     chosen["cell"] = forms.get(chosen["cell"], chosen["cell"])
@@ -96,7 +96,7 @@ def resolve(experiment: Experiment, protocol: str, overrides: Mapping[str, Any])
     made = _fill(task, settings)
     made.check()
     settings = in_steps(made, settings, overrides)
-    _check_effect(overrides, settings, known)
+    _check_effect(overrides, settings, declarations)
     config = Config(
         protocol=protocol,
         overrides=dict(overrides),
@@ -115,9 +115,9 @@ _NO_SETTING = "it has no such setting."
 def _check_effect(
     overrides: Mapping[str, Any],
     settings: Mapping[str, Any],
-    known: Mapping[str, Setting],
+    declarations: Mapping[str, Setting],
 ) -> None:
-    fields.check_effect(overrides, settings, known)
+    fields.check_effect(overrides, settings, declarations)
     if "detach_state" in overrides and not (settings["detach_prob"] or settings["damp_prob"]):
         raise UserError("--detach_state has no effect without --detach_prob or --damp_prob.")
     if "ties" in overrides and not (settings["keep_best"] or settings["patience"]):
@@ -189,7 +189,7 @@ def explain(experiment: Experiment, config: Config) -> dict[str, dict[str, Any]]
     family = _family(experiment.protocols[config.protocol].cells, cell)
     values = {name: value for part in config.resolved().values() for name, value in part.items()}
     explained = {}
-    for name, one in experiment.known().items():
+    for name, one in experiment.declarations().items():
         if values.get(name) is None:
             continue
         if name in config.overrides:

@@ -138,12 +138,12 @@ def _run(path: Path, experiment: Experiment, flag_values: Flags, directory: Path
         parsed = flags.parse(
             ["sweep", *texts], lambda values: flags.define_experiment(experiment, values)
         )
-        wanted = flags.wanted(experiment, parsed)
-        if wanted.workdir or wanted.describe:
+        request = flags.request(experiment, parsed)
+        if request.workdir or request.describe:
             raise UserError("--workdir and --describe are not for a sweep.")
         if any(name in flag_values for name in flags.OF_PROCESSES):
             raise UserError("a run of a sweep is one process.")
-        config = resolve(experiment, wanted.protocol, wanted.settings)
+        config = resolve(experiment, request.protocol, request.settings)
     except (UserError, flags.flags.Error) as error:
         raise UserError(f"{path}: {' '.join(texts)}: {error}") from None
     label = f"{config.model.cell.replace(':', '.')}-{config.protocol}-{config.hash()}"

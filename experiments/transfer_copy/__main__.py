@@ -72,26 +72,26 @@ def _train(flag_values: dict[str, Any]) -> None:
     from experiments.settings.resolver import resolve
     from experiments.transfer_copy import study
 
-    wanted = flags.wanted(TRANSFER_COPY, flag_values)
-    settings = wanted.settings
+    request = flags.request(TRANSFER_COPY, flag_values)
+    settings = request.settings
     delays = settings.pop("delays", ())
     flags.exclude(settings, "detach_prob", "detach_probs")
-    probs = settings.pop("detach_probs", DETACH_PROBS[wanted.protocol])
+    probs = settings.pop("detach_probs", DETACH_PROBS[request.protocol])
     if "detach_prob" in settings:
         probs = (settings["detach_prob"],)
     flags.distinct("detach_probs", probs)
     configs = {
         f"detach-{repr(prob).removesuffix('.0')}": resolve(
-            TRANSFER_COPY, wanted.protocol, _settings(settings, prob, probs)
+            TRANSFER_COPY, request.protocol, _settings(settings, prob, probs)
         )
         for prob in probs
     }
     study.check(list(configs.values()), delays)
-    if wanted.describe:
+    if request.describe:
         print(runs.describe(TRANSFER_COPY, configs))
         return
-    default = runs.directory(TRANSFER_COPY.name, wanted.protocol, list(configs.values()))
-    study.run(configs, delays, Path(wanted.workdir or default), wanted.profile)
+    default = runs.directory(TRANSFER_COPY.name, request.protocol, list(configs.values()))
+    study.run(configs, delays, Path(request.workdir or default), request.profile)
 
 
 def _settings(settings: dict[str, Any], prob: float, probs: tuple[float, ...]) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def check(configs: Sequence[Config], delays: Sequence[int]) -> None:
       UserError: if a delay is out of range, or needs more memory than there is.
     """
     wanted = _delays(configs, delays)
-    dataclasses.replace(COPY.known()["length"], name="delays", several=True).check(wanted)
+    dataclasses.replace(COPY.declarations()["length"], name="delays", several=True).check(wanted)
     for config in configs:
         Learner(config)
         try:

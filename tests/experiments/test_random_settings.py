@@ -98,8 +98,8 @@ def definition(name):
 def config_of(experiment, argv):
     """The config that a command line says."""
     given = flags.parse(["", *argv], definition(experiment.name))
-    wanted = flags.wanted(experiment, given)
-    return resolve(experiment, wanted.protocol, wanted.settings)
+    request = flags.request(experiment, given)
+    return resolve(experiment, request.protocol, request.settings)
 
 
 def assert_is_a_sentence(error, argv):
@@ -113,7 +113,7 @@ def assert_is_a_sentence(error, argv):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_command_line_is_a_config_or_a_sentence(name):
     experiment, draw = EXPERIMENTS[name], random.Random(f"{name} 1")
-    known, protocols = experiment.known(), list(experiment.protocols)
+    known, protocols = experiment.declarations(), list(experiment.protocols)
     valid_ones = described = 0
     for _ in range(COUNT):
         argv = command_line(known, protocols, draw)
@@ -136,7 +136,7 @@ def test_every_command_line_is_a_config_or_a_sentence(name):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_setting_says_what_it_is_and_refuses_what_it_is_not(name):
     experiment = EXPERIMENTS[name]
-    for one in experiment.known().values():
+    for one in experiment.declarations().values():
         assert len(one.meaning) > 5, one.name
         assert not one.meaning.endswith("."), one.name
         limited = any(bound is not None for bound in (one.least, one.most, one.below))

@@ -92,7 +92,7 @@ def test_a_folder_of_others_is_refused(tmp_path):
 def test_an_empty_folder_and_one_whose_config_found_no_room_are_taken(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
-    for name in ("lock", "config.json.part"):
+    for name in ("lock", "config.json.partial"):
         (tmp_path / "full" / name).touch()
     for name in ("empty", "full", "missing/parents"):
         with contextlib.closing(Workdir(tmp_path / name)) as work:

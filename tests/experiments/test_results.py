@@ -76,8 +76,8 @@ def test_a_run_is_kept_with_all_that_it_takes_to_make_it_again(tmp_path):
     words = shlex.split(one.command)
     assert words[:3] == ["python", "-m", "experiments.copy"]
     parsed = flags.parse(words[2:], lambda values: flags.define_experiment(COPY, values))
-    wanted = flags.wanted(COPY, parsed)
-    assert resolve(COPY, wanted.protocol, wanted.settings).identity() == config.identity()
+    request = flags.request(COPY, parsed)
+    assert resolve(COPY, request.protocol, request.settings).identity() == config.identity()
 
 
 def test_a_long_curve_is_thin_and_has_both_ends(tmp_path):

@@ -15,6 +15,7 @@ from experiments.settings.errors import UserError
 from experiments.settings.resolver import resolve
 from experiments.training.learner import Learner
 from experiments.training.supervised import Batch
+from tests.support import fuzzed
 
 LENGTH, COUNT = 60, 6000
 
@@ -171,6 +172,7 @@ def test_missing_reviews_are_one_sentence(tmp_path, no_prepared_sets):
         reviews.read(str(tmp_path / "none"), 5, 6)
 
 
+@fuzzed
 @given(st.binary(max_size=30), st.integers(0, 60), st.integers(0, 60))
 def test_mutated_reviews_give_a_sentence_or_numbers(tmp_path_factory, planted, at, width):
     folder = raw(

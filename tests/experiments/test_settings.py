@@ -231,7 +231,7 @@ def test_every_setting_has_a_source(name):
     }
     sources |= {
         (setting, declared.default.source)
-        for setting, declared in ALL[name].known().items()
+        for setting, declared in ALL[name].declarations().items()
         if declared.default is not None
     }
     for setting, source in sources:
@@ -274,7 +274,7 @@ def test_a_protocol_says_what_has_no_default(name):
     of_the_cell |= {"refine_bias", "memory_slots", "heads"}
     for protocol in ALL[name].protocols:
         values = ALL[name].values(protocol)
-        known = ALL[name].known()
+        known = ALL[name].declarations()
         without_effect = set(values) - set(known)  # such as an embedding of numbers: none
         assert without_effect <= {"embedding", "embedding_dropout"}
         assert not any(values[setting].value for setting in without_effect)

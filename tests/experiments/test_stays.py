@@ -16,6 +16,7 @@ from experiments.datasets import mimic, stays
 from experiments.datasets.measured import VARIABLES, Measured, Stays
 from experiments.settings.errors import UserError
 from tests.experiments.stay_files import csv_bytes, write_cinc, write_table
+from tests.support import fuzzed
 
 PLACE = {one.name: place for place, one in enumerate(VARIABLES)}
 NAN = math.nan
@@ -456,21 +457,22 @@ def healthy(tmp_path_factory):
     return folder
 
 
-@given(
-    st.sampled_from(
-        [
-            "cinc2012/Outcomes-a.txt",
-            "cinc2012/set-a/3.txt",
-            *(f"mimic3/{name}.csv" for name in ("ADMISSIONS", "ICUSTAYS", "CHARTEVENTS")),
-            "zipped/mimic3/CHARTEVENTS.csv.gz",
-        ]
+FILES = {
+    "cinc2012": ("cinc2012/Outcomes-a.txt", "cinc2012/set-a/3.txt"),
+    "mimic3": (
+        *(f"mimic3/{name}.csv" for name in ("ADMISSIONS", "ICUSTAYS", "CHARTEVENTS")),
+        "zipped/mimic3/CHARTEVENTS.csv.gz",
     ),
-    EDITS,
-)
-def test_any_file_is_stays_or_one_sentence(healthy, name, edits):
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+@fuzzed
+@given(st.integers(0, 3), EDITS)
+def test_any_file_is_stays_or_one_sentence(healthy, kind, which, edits):
+    name = FILES[kind][which % len(FILES[kind])]
     path = healthy / name
     content = path.read_bytes()
-    kind = "cinc2012" if name.startswith("cinc2012") else "mimic3"
     folder = healthy / "zipped" if name.startswith("zipped") else healthy
     try:
         path.write_bytes(mutated(content, edits))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from experiments.datasets import text
 from experiments.settings.errors import UserError
+from tests.support import fuzzed
 
 TRAIN = (
     b" = Cats = \n the cat saw the dog \n\n = = Food = = \n the cat eats \n = Dogs = \n the dog\n"
@@ -97,6 +98,7 @@ def test_a_text_of_a_published_form_is_found_by_its_names(tmp_path, monkeypatch)
     assert [len(part.tokens) for part in corpus[1:]] == [28, 4, 8]
 
 
+@fuzzed
 @given(st.binary(max_size=60), st.integers(0, 2), st.integers(0, 100), st.integers(0, 100))
 def test_mutated_files_give_a_sentence_or_a_text(tmp_path_factory, planted, which, at, width):
     contents = [TRAIN, VALID, TEST]

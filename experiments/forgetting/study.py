@@ -97,8 +97,9 @@ def periods(finished: Finished, params: Any) -> list[float]:
     """
     inputs = finished.features(params, _EXAMPLES)
     gates = analysis.gate_activations(finished.learner.cell, params["recurrent"]["cell"], inputs)
-    f = analysis.gate_means({"f": gates["f"]})["f"]
-    return sorted(float(period) for period in analysis.timescales(f))
+    f = np.asarray(gates["f"], np.float64).mean(axis=(0, 1))  # 1 - f has few digits as it is
+    with np.errstate(divide="ignore"):
+        return sorted((1 / (1 - f)).tolist())
 
 
 def markdown(reports: Mapping[str, Mapping[str, Any]]) -> str:

@@ -4,7 +4,10 @@ import gzip
 import math
 import os
 import re
+import signal
 import stat
+import subprocess
+import sys
 from datetime import datetime, timedelta
 
 import numpy as np
@@ -303,6 +306,44 @@ def test_what_was_read_is_kept_and_read_again(tmp_path, caches, monkeypatch):
     changed, _ = loaded("cinc2012", folder)
     assert len(changed.hours) == len(read.hours) + 1
     assert len(list(caches.iterdir())) == 2
+
+
+KILLED = """
+import os, signal
+from experiments.datasets import measured, stays
+
+def killed(owner, name, call):
+    function, calls = getattr(owner, name), 0
+    def counted(*arguments, **keywords):
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **keywords)
+    setattr(owner, name, counted)
+
+killed({owner}, {name!r}, {call})
+stays.load("mimic3", {folder!r}, "hospital", print)
+"""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call"), [("measured.Measured", "add", 3), ("os", "replace", 1)]
+)
+def test_killed_while_it_reads_or_writes_it_ends_with_the_same_bits(
+    tmp_path, caches, monkeypatch, owner, name, call
+):
+    folder = write_mimic(tmp_path / "data")
+    code = KILLED.format(owner=owner, name=name, call=call, folder=str(folder))
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert (process.returncode, process.stdout) == (-signal.SIGKILL, b"")
+    assert not list(caches.glob("*.npz"))
+    loaded("mimic3", folder)
+    (path,) = caches.glob("*.npz")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "undisturbed"))
+    loaded("mimic3", folder)
+    other = tmp_path / "undisturbed" / "recurrent_gates" / "stays" / path.name
+    assert path.read_bytes() == other.read_bytes()
 
 
 def test_a_damaged_table_leaves_no_cache(tmp_path, caches):

@@ -41,9 +41,11 @@ from recurrent_gates.gru_d import GRUD, gru_d_inputs, gru_d_project, gru_d_step
 from recurrent_gates.initializers import chrono_bias, uniform_gate_bias
 from recurrent_gates.interop import from_torch, to_torch
 from recurrent_gates.layers import RNN, Stack
+from recurrent_gates.linear import LRU, RGLRU, LRUState, MinGRU, MinLSTM
 from recurrent_gates.memory import DNC, RMA, RMC, DNCState, RMAOutput, RMAState, RMCState
 from recurrent_gates.registry import CELLS, UnknownCellError
 from recurrent_gates.scan import Backend, unroll
+from recurrent_gates.serving import Stepper, stepper
 from recurrent_gates.version import __version__
 
 if typing.TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__'s names
@@ -65,7 +67,9 @@ __all__ = [
     "GRU",
     "GRUD",
     "JANET",
+    "LRU",
     "LSTM",
+    "RGLRU",
     "RMA",
     "RMC",
     "RNN",
@@ -82,7 +86,10 @@ __all__ = [
     "Gate",
     "GatedDecay",
     "HiddenState",
+    "LRUState",
     "LSTMState",
+    "MinGRU",
+    "MinLSTM",
     "OneLayer",
     "Products",
     "RMAOutput",
@@ -91,6 +98,7 @@ __all__ = [
     "SlotCell",
     "SlotMap",
     "Stack",
+    "Stepper",
     "Sums",
     "TwoLayer",
     "UnknownCellError",
@@ -110,6 +118,7 @@ __all__ = [
     "linear_project",
     "lstm_step",
     "refine",
+    "stepper",
     "to_torch",
     "trainable_mask",
     "uniform_gate_bias",

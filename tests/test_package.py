@@ -27,7 +27,15 @@ ORDER = (
     {"gates", "mixing"},
     {"base"},
     {"gato", "gru_d", "scan"},
-    {"cells", "linear", "layers", "interop", "analysis.trajectories", "analysis.products"},
+    {
+        "cells",
+        "linear",
+        "layers",
+        "interop",
+        "serving",
+        "analysis.trajectories",
+        "analysis.products",
+    },
     {"backends", "backends.shared", "memory.core", "memory.addressing"}
     | {"analysis.jacobians", "analysis.bounds", "analysis.gates"},
     {"backends.shared.rows", "backends.newton.blocks", "backends.pallas.body"}

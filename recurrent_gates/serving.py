@@ -1,0 +1,194 @@
+"""Serving: one step of a cell at a time, compiled before the first input arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from recurrent_gates import checks
+from recurrent_gates.base import Cell, SlotCell, linear_project
+from recurrent_gates.declared import (
+    Carry,
+    Params,
+    Slots,
+    matrix_product,
+    product_of,
+    recurrent_weights,
+)
+from recurrent_gates.shapes import lead
+
+_Step = Callable[[Any, Carry, jax.Array], tuple[Carry, Any]]
+
+
+class Stepper:
+    """A compiled step, ``carry, y = stepper(carry, x)``; see ``stepper``.
+
+    The carry that is handed in is used up: its memory becomes that of the next.
+
+    Attributes:
+      cell: the cell.
+      batch_shape: the batch dims of carry and x.
+      in_features: D, the width of x.
+    """
+
+    def __init__(
+        self, cell: Cell, params: Params, batch_shape: tuple[int, ...], in_features: int
+    ) -> None:
+        self.cell, self.batch_shape, self.in_features = cell, batch_shape, in_features
+        x = jax.ShapeDtypeStruct((*batch_shape, in_features), jax.tree.leaves(params)[0].dtype)
+        step, self._weights = _joined(cell, params, x) or (_plain(cell), params)
+        carry = jax.eval_shape(self.initial)
+        self._compiled = jax.jit(step, donate_argnums=1).lower(self._weights, carry, x).compile()
+
+    def initial(self) -> Carry:
+        """A carry before the first step."""
+        # Leaf by leaf: two fields that share their memory cannot both be given away.
+        return jax.tree.map(jnp.copy, self.cell.initial(self.batch_shape))
+
+    def __call__(self, carry: Carry, x: jax.Array) -> tuple[Carry, Any]:
+        """(carry, x ``[*batch, D]``) -> (the next carry, y)."""
+        return self._compiled(self._weights, carry, x)
+
+
+def stepper(
+    cell: Cell,
+    params: Params,
+    batch: int | Sequence[int] = (),
+    *,
+    in_features: int | None = None,
+) -> Stepper:
+    """Compiles one step of a cell for serving.
+
+    The products that read the input and the state are one, where the cell is a ``SlotCell`` whose
+    step is the declared one (LSTM, GRU, JANET, Elman).
+
+    Args:
+      cell: an unbound cell.
+      params: its parameters; they stay as they are now.
+      batch: the batch dims, or one number; none for one example.
+      in_features: D; default: that of the kernels, where the parameters have some.
+
+    Returns:
+      A ``Stepper``: (carry, x) -> (carry, y), whose carry is used up by the call.
+
+    Raises:
+      TypeError: if ``cell`` is not a ``Cell``.
+      ValueError: if the parameters are another cell's, or tell no width of inputs.
+
+    Example:
+      >>> cell = rg.LSTM(4)
+      >>> step = rg.stepper(cell, cell.init_params(jax.random.key(0), 3), batch=2)
+      >>> carry = step.initial()
+      >>> for x in jnp.ones((5, 2, 3)):
+      ...     carry, y = step(carry, x)
+      >>> y.shape
+      (2, 4)
+    """
+    checks.cell("stepper", cell, Cell)
+    width = _width(params) if in_features is None else checks.in_features(in_features)
+    if width is None:
+        raise ValueError(
+            f"The parameters of {type(cell).__name__} have no kernels that tell the width of its "
+            "inputs: give in_features."
+        )
+    checks.params(cell, params, width)
+    shape = (batch,) if isinstance(batch, int) else tuple(batch)
+    return Stepper(cell, params, checks.shape("batch", shape), width)
+
+
+def _width(params: Any) -> int | None:
+    """D from the first input kernel of a tree of parameters."""
+    if not isinstance(params, Mapping):
+        return None
+    if "kernel" in params:
+        kernels = [leaf for leaf in jax.tree.leaves(params["kernel"]) if jnp.ndim(leaf) == 2]
+        return kernels[0].shape[0] if kernels else None
+    return next(filter(None, map(_width, params.values())), None)
+
+
+def _plain(cell: Cell) -> _Step:
+    def step(params: Params, carry: Carry, x: jax.Array) -> tuple[Carry, Any]:
+        z = cell.project(params, x)
+        carry = cell.step(params, carry, z)
+        return carry, cell.emit(params, carry, z)
+
+    return step
+
+
+def _joined(cell: Cell, params: Params, x: jax.ShapeDtypeStruct) -> tuple[_Step, Any] | None:
+    """The step with one product of [x, h], and its weights; None where the cell is not made so."""
+    made = ("project", "step", "emit", "products")
+    if not isinstance(cell, SlotCell) or any(
+        getattr(type(cell), name) is not getattr(SlotCell, name) for name in made
+    ):
+        return None
+    dtype = cell.dtype or jnp.result_type(x.dtype, *jax.tree.leaves(params["kernel"]))
+    weights = recurrent_weights(cell.products, params)
+    bias = linear_project(
+        params, jnp.zeros(x.shape[-1:], x.dtype), gate=cell._gate, separate=cell.separate
+    )
+    direct = _reading_state(cell, weights, x, dtype)
+    widths, columns, biases = {}, [], []
+
+    def add(name: str, kernel: Any, recurrent: Any, own: Any) -> None:
+        above = jnp.zeros((x.shape[-1], own.size), own.dtype) if kernel is None else kernel
+        below = jnp.zeros((cell.features, own.size), own.dtype) if recurrent is None else recurrent
+        widths[name] = own.size
+        columns.append(jnp.concatenate([above, below]).astype(dtype))
+        biases.append(own)
+
+    for slot, kernel in params["kernel"].items():
+        alone = slot in cell.separate or slot not in direct
+        name = f"{slot}_input" if slot in cell.separate else slot
+        add(name, kernel, None if alone else weights.matrices[slot], bias[slot])
+    for slot in direct:
+        if slot not in widths:
+            recurrent = weights.matrices[slot]
+            add(slot, None, recurrent, weights.biases.get(slot, jnp.zeros_like(recurrent[0])))
+    others = weights._replace(
+        matrices={s: m for s, m in weights.matrices.items() if s not in direct}
+    )
+
+    def step(held: Any, carry: Carry, x: jax.Array) -> tuple[Carry, Any]:
+        kernel, offsets, others = held
+        both = jnp.concatenate([x.astype(dtype), carry.h.astype(dtype)], axis=-1)
+        out = matrix_product(both, kernel, dtype)
+        out = out + lead(offsets.astype(out.dtype), out)
+        ends = [sum(list(widths.values())[:n]) for n in range(1, len(widths))]
+        pre = dict(zip(widths, jnp.split(out, ends, axis=-1), strict=True))
+
+        def product(slot: str, read: jax.Array) -> jax.Array:
+            if slot in direct:
+                return pre[slot]
+            own = product_of(others, slot, read, dtype)
+            return own + pre[slot] if slot in pre else own
+
+        carry = cell.update(carry, pre, product)
+        return carry, carry.h.astype(dtype)
+
+    return step, (jnp.concatenate(columns, axis=1), jnp.concatenate(biases), others)
+
+
+def _reading_state(
+    cell: SlotCell, weights: Any, x: jax.ShapeDtypeStruct, dtype: Any
+) -> tuple[str, ...]:
+    """The slots whose product reads the state h itself, and not what the step makes of it."""
+    slots: list[str] = []
+
+    def update(carry: Carry, inputs: Slots) -> Carry:
+        def product(slot: str, read: jax.Array) -> jax.Array:
+            if read is carry.h:
+                slots.append(slot)
+            return product_of(weights, slot, read, dtype)
+
+        return cell.update(carry, inputs, product)
+
+    inputs = {
+        f"{s}_input" if s in cell.separate else s: jax.ShapeDtypeStruct((*x.shape[:-1], w), dtype)
+        for s, w in cell.input_slots.items()
+    }
+    jax.eval_shape(update, jax.eval_shape(lambda: cell.initial(x.shape[:-1])), inputs)
+    return tuple(slots)

@@ -39,7 +39,8 @@ def check_cell(
 
     Checked: settings hash and compare; ``init_params`` and ``cell.init`` give the same tree;
     a step keeps the carry's structure, shapes and dtypes, floats of at least float32;
-    summed fields feed nothing back; units do not interact in a ``diagonal`` cell;
+    summed fields feed nothing back; units do not interact in a ``diagonal`` cell, nor in a
+    ``linear`` one, whose step is affine in the carry;
     ``project`` and ``emit`` are pointwise in time; a sequence equals a loop of single steps;
     vmap equals a batch; masks hold the carry, resets restart it; gradients match finite
     differences and are finite at large inputs; the cell runs in ``nn.RNN`` and equals ``RNN``;
@@ -249,10 +250,13 @@ def _check_step(cell: Cell, params: Any, carry: Any, xs: jax.Array) -> None:
 
 
 def _check_promises(cell: Cell, params: Any, xs: jax.Array) -> None:
-    """What ``sums`` and ``diagonal`` say, of the step after xs ``[T, D]``."""
+    """What ``sums``, ``diagonal`` and ``linear`` say, of the step after xs ``[T, D]``."""
     name, fields = type(cell).__name__, summed_fields(cell)
     carry, _ = _loop(cell, params, cell.initial(()), xs[:-1])
     z = cell.project(params, xs[-1])
+
+    if cell.linear:
+        _check_linear(name, lambda carry: cell.step(params, carry, z), carry)
 
     def fed_back(carry: Any) -> Any:
         new = feed_back(cell, params, carry, z)
@@ -284,6 +288,21 @@ def _check_promises(cell: Cell, params: Any, xs: jax.Array) -> None:
         _require(
             not jnp.any(slope),
             f"{name} says that it is diagonal, but its units interact.",
+        )
+
+
+def _check_linear(name: str, step: Callable[[Carry], Carry], carry: Carry) -> None:
+    """That a step is affine in the carry, unit by unit."""
+    here, there = (
+        jax.jacobian(step)(carry) for carry in (carry, jax.tree.map(lambda c: 2 * c + 1, carry))
+    )
+    sentence = f"{name} says that it is linear, but a slope of its step depends on the carry"
+    _require_close(there, here, 1e-5, sentence)
+    for block in jax.tree.leaves(here):
+        width = block.shape[-1]
+        _require(
+            block.shape == (width, width) and not jnp.any(block - jnp.diag(jnp.diag(block))),
+            f"{name} says that it is linear, but its units interact.",
         )
 
 

@@ -283,3 +283,69 @@ def unroll(
         carries[t], ys[t] = carry, y
     stacked = tuple(np.stack(field) for field in zip(*carries, strict=True)) if steps else None
     return stacked, carry, (np.stack(ys) if steps else None)
+
+
+# Linear recurrences, whose maps read the input alone.
+
+
+def input_gate(params, x, name, **how):
+    """f and i of a gate over maps of the input."""
+    return gate(
+        name,
+        lambda slot: x @ params["kernel"][slot] + params["bias"][slot],
+        params.get("gate", {}).get("b"),
+        **how,
+    )
+
+
+def mingru(params, carry, x, name="standard"):
+    """Feng et al. 2024, 3.1: h = (1 - z) h + z (W x + b), z the input's share."""
+    (h,) = carry
+    f, z = input_gate(params, x, name, tied=True)
+    return (f * h + z * (x @ params["kernel"]["u"] + params["bias"]["u"]),)
+
+
+def minlstm(params, carry, x, name="standard"):
+    """Feng et al. 2024, 3.2: f' = f / (f + i), i' = i / (f + i)."""
+    (h,) = carry
+    f, i = input_gate(params, x, name)
+    return ((f * h + i * (x @ params["kernel"]["u"] + params["bias"]["u"])) / (f + i),)
+
+
+def rg_lru(params, carry, x, name="standard"):
+    """De et al. 2024, eq. 1-4, the recurrence gate r being 1 - f."""
+    (h,) = carry
+    f, i = input_gate(params, x, name)
+    a = sigmoid(params["decay"]) ** (8.0 * (1.0 - f))
+    u = x @ params["kernel"]["u"] + params["bias"]["u"]
+    left = np.maximum(1.0 - a**2, 0.0)  # cumax rounds to above 1
+    return (a * h + np.sqrt(left) * (i * u),)
+
+
+def lru(params, carry, x):
+    """Orvieto et al. 2023, 3.3 and 3.4, in complex numbers; carry (real, imaginary)."""
+    state = carry[0] + 1j * carry[1]
+    turn = np.exp(-np.exp(params["nu"]) + 1j * np.exp(params["theta"]))
+    inputs = x @ (params["kernel"]["real"] + 1j * params["kernel"]["imag"])
+    state = turn * state + np.exp(params["gamma"]) * inputs
+    return state.real, state.imag
+
+
+def lru_output(params, carry, x):
+    """Re(C s) + D x."""
+    out = params["out_kernel"]["real"] + 1j * params["out_kernel"]["imag"]
+    return ((carry[0] + 1j * carry[1]) @ out).real + x @ params["skip"]
+
+
+def gated_gato_decay(params, r, x, name, rate=0.7):
+    """GATO eq. 5 with the forget gate of another mechanism in the place of the sigmoid."""
+
+    def pre(slot):
+        return (
+            x @ params["kernel"][slot]
+            + params["recurrent_kernel"][slot] * r
+            + (params["bias"][slot])
+        )
+
+    f, _ = gate(name, pre, params.get("gate", {}).get("b"), tied=True)
+    return rate * f * r + np.tanh(pre("candidate"))

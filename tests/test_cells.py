@@ -108,7 +108,8 @@ def check_step(name, cell, step, batch=(3,)):
 def test_the_registry_holds_the_papers_cells():
     memories = {"rmc": rg.RMC, "dnc": rg.DNC, "rma": rg.RMA}
     gated = {f"{gate}_{family}" for gate in GATES for family in memories}
-    assert set(rg.CELLS) == {*NAMES, *memories, *gated}
+    linear = {name for name in rg.CELLS if rg.CELLS[name](FEATURES).linear}  # tests/test_linear.py
+    assert set(rg.CELLS) == {*NAMES, *memories, *gated, *linear, "ur_gato", "or_gato"}
     for family, cell in memories.items():
         assert rg.CELLS[family](FEATURES) == cell(FEATURES)
         for gate in GATES:
@@ -540,7 +541,7 @@ def test_every_cell_starts_in_half_precision(dtype):
         assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
 
 
-@pytest.mark.parametrize("name", rg.CELLS)
+@pytest.mark.parametrize("name", NAMES)
 def test_cells_pickle(name):
     uniform = initializers.torch_recurrent(FEATURES)
     for cell in (rg.CELLS[name](FEATURES), build(name, kernel_init=uniform, bias_vectors=2)):

@@ -133,6 +133,12 @@ class Config:
                 "--layers must be 1."
             )
         fields = state_fields(cell)
+        if cell.linear and (carry.detach_prob or carry.damp_prob):
+            flag = "detach_prob" if carry.detach_prob else "damp_prob"
+            raise UserError(
+                f"--{flag}: h-detach has nothing to detach in {self.model.cell}, whose gates read "
+                f"the input alone; give --{flag}=0."
+            )
         acting = [("detach_state", carry.detach_state)]
         acting += [("zoneout_c", "c")] if carry.zoneout_c else []
         acting += [("zoneout_h", "h")] if carry.zoneout_h else []

@@ -27,6 +27,7 @@ from recurrent_gates.backends.shared.rows import projected
 from recurrent_gates.carry import Zoneout, get_field
 from recurrent_gates.declared import Carry
 from recurrent_gates.scan import Loop, Segment, Stream, kept, with_zeros
+from recurrent_gates.shapes import expand
 
 Vector = tuple[jax.Array, ...]
 """A value for each field."""
@@ -82,7 +83,8 @@ def segment(loop: Loop) -> Segment:
     slopes = back if _acting(loop) is loop else _coefficients(_acting(loop), z)[0]
     leaves, structure = jax.tree.flatten(loop.carry)
     how = _How(settings.reverse, settings.unroll)
-    last, values = _recurrence(how, slopes, jax.lax.stop_gradient(back), offsets, tuple(leaves))
+    run = _Run(slopes, jax.lax.stop_gradient(back), offsets, tuple(leaves), loop.stream.resets)
+    last, values = _recurrence(how, run)
     carries = jax.tree.unflatten(structure, values)
     ys = with_zeros(loop.stream.valid, cell.emit(loop.params, carries, z))
     return Segment(
@@ -132,35 +134,55 @@ class _How(NamedTuple):
     unroll: int
 
 
+class _Run(NamedTuple):
+    """A recurrence; leaves ``[T, ...]``, but the start.
+
+    Attributes:
+      slopes: a.
+      back: a as the gradient takes it; it differs where a carry function acts on gradients.
+      offsets: b.
+      start: h before the first step.
+      resets: the steps whose a is 0 because nothing is read, or None.
+    """
+
+    slopes: Matrix
+    back: Matrix
+    offsets: Vector
+    start: Vector
+    resets: jax.Array | None
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recurrence(
-    how: _How, slopes: Matrix, back: Matrix, offsets: Vector, start: Vector
-) -> tuple[Vector, Vector]:
-    """The last value and all values of h_t = a_t h_tm1 + b_t; ``back`` is a for the gradient."""
-    return _solve(_forward_step, how, slopes, offsets, start)
+def _recurrence(how: _How, run: _Run) -> tuple[Vector, Vector]:
+    """The last value and all values of h_t = a_t h_tm1 + b_t."""
+    return _solve(_forward_step, how, run.slopes, run.offsets, run.start)
 
 
-def _forward(
-    how: _How, slopes: Matrix, back: Matrix, offsets: Vector, start: Vector
-) -> tuple[tuple[Vector, Vector], Any]:
-    last, values = _solve(_forward_step, how, slopes, offsets, start)
+def _forward(how: _How, run: _Run) -> tuple[tuple[Vector, Vector], Any]:
+    last, values = _recurrence(how, run)
     values = kept(values)
-    return (last, values), (back, values, start)
+    return (last, values), (run.back, values, run.start, run.resets)
 
 
-def _backward(
-    how: _How, residuals: tuple[Matrix, Vector, Vector], cotangents: tuple[Vector, Vector]
-) -> tuple[Matrix, None, Vector, Vector]:
-    back, values, start = residuals
+def _backward(how: _How, residuals: Any, cotangents: tuple[Vector, Vector]) -> tuple[_Run]:
+    back, values, start, resets = residuals
     d_last, d_values = cotangents
     other = how._replace(reverse=not how.reverse)
     d_start, d_new = _solve(_backward_step, other, _transposed(back), d_values, d_last)
-    before = tuple(
-        jnp.concatenate([all_[1:], first[None]] if how.reverse else [first[None], all_[:-1]])
+    before = _shifted(start, values, how.reverse)
+    if resets is not None:  # what a reset does not read may be NaN
+        before = tuple(jnp.where(expand(resets, h), jnp.zeros_like(h), h) for h in before)
+    d_slopes = tuple(tuple(d * h for h in before) for d in d_new)
+    none = jax.tree.map(jnp.zeros_like, back)
+    return (_Run(d_slopes, none, d_new, d_start, None),)
+
+
+def _shifted(start: Vector, values: Vector, reverse: bool) -> Vector:
+    """The value before each entry of the first axis."""
+    return tuple(
+        jnp.concatenate([all_[1:], first[None]] if reverse else [first[None], all_[:-1]])
         for first, all_ in zip(start, values, strict=True)
     )
-    d_slopes = tuple(tuple(d * h for h in before) for d in d_new)
-    return d_slopes, None, d_new, d_start
 
 
 _recurrence.defvjp(_forward, _backward)
@@ -226,10 +248,7 @@ def _solve(
         (maps, ends),
         reverse=how.reverse,
     )
-    starts = tuple(
-        jnp.concatenate([all_[1:], first[None]] if how.reverse else [first[None], all_[:-1]])
-        for first, all_ in zip(start, ends, strict=True)
-    )
+    starts = _shifted(start, ends, how.reverse)
     written = _second_pass(step, how, slopes, inputs, starts)
     last = tuple(end[0 if how.reverse else -1] for end in ends)
     whole = tuple(x.reshape(count * length, *x.shape[2:]) for x in written)

@@ -1,0 +1,329 @@
+"""Linear recurrences against their papers in NumPy, and the parallel backend against the scan."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import recurrent_gates as rg
+from recurrent_gates import scan
+from recurrent_gates.testing import check_cell
+from tests import reference
+from tests.support import array, assert_close, parameters, quick_jit, state, to_numpy
+from tests.test_carry import OwnZoneout, Scale
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+FEATURES, INPUTS, BATCH, STEPS = 4, 3, 2, 37
+FAMILIES = {"mingru": rg.MinGRU, "minlstm": rg.MinLSTM, "rg_lru": rg.RGLRU}
+DISTINCT = ("standard", "u", "o", "r", "ur", "or", "om", "um")  # the others start apart alone
+
+
+def build(name, **settings):
+    return rg.CELLS[name](FEATURES, **{"param_dtype": jnp.float64, **settings})
+
+
+def masks(seed, probability, *shape):
+    return jnp.asarray(np.random.default_rng(seed).random(shape) < probability)
+
+
+# The cells
+
+
+def test_every_gate_is_on_every_family():
+    for family, cell in FAMILIES.items():
+        for gate in rg.GATES:
+            name = family if gate == "standard" else f"{gate}_{family}"
+            own = cell.gate if gate == "standard" else rg.GATES[gate]
+            assert rg.CELLS[name](FEATURES) == cell(FEATURES, gate=own)
+
+
+@pytest.mark.parametrize("gate", DISTINCT)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_step_is_the_papers(family, gate):
+    cell = build(family if gate == "standard" else f"{gate}_{family}")
+    params, carry, x = parameters(cell, INPUTS), state(cell, (3,)), array(8, 3, INPUTS)
+    z = cell.project(params, x)
+    new = cell.step(params, carry, z)
+    step = getattr(reference, family)
+    assert_close(tuple(new), step(to_numpy(params), to_numpy(tuple(carry)), np.asarray(x), gate))
+    gates = cell.gates(params, carry, z)
+    assert_close(gates["f"] * carry.h + gates["i"] * gates["u"], new.h)
+    assert cell.emit(params, new, z) is new.h or jnp.array_equal(cell.emit(params, new, z), new.h)
+
+
+def test_the_lru_is_the_papers():
+    cell = build("lru")
+    params, carry, x = parameters(cell, INPUTS), state(cell, (3,)), array(8, 3, INPUTS)
+    new, y = cell.apply({"params": params}, carry, x)
+    numbers = to_numpy(params), to_numpy(tuple(carry)), np.asarray(x)
+    expected = reference.lru(*numbers)
+    assert_close(tuple(new), expected)
+    assert_close(y, reference.lru_output(numbers[0], expected, numbers[2]))
+
+
+def test_how_the_decays_start():
+    """RG-LRU: a^c uniform between 0.9 and 0.999; LRU: |lambda|^2 uniform on its ring, gamma its
+    complement."""
+    decay = rg.RGLRU(4096).init_params(jax.random.key(0), 1)["decay"]
+    powers = np.sort(reference.sigmoid(np.asarray(decay, np.float64)) ** 8)
+    assert_close(powers, np.linspace(0.9, 0.999, 4096), 5e-3)
+    params = rg.LRU(4096, r_min=0.5, r_max=0.9).init_params(jax.random.key(0), 1)
+    squared = np.exp(-2 * np.exp(np.asarray(params["nu"], np.float64)))
+    assert_close(np.sort(squared), np.linspace(0.25, 0.81, 4096), 3e-2)
+    assert_close(np.exp(2 * np.asarray(params["gamma"])), 1 - squared, 1e-4)
+    turn = np.sort(np.exp(np.asarray(params["theta"])))
+    assert_close(turn, np.linspace(0, 2 * np.pi, 4096), 3e-2)
+
+
+def test_saturated_gates_of_the_minlstm_keep_their_shares():
+    """f and i of 1e-25: their shares are exact, and so is the gradient."""
+    cell = build("minlstm", param_dtype=jnp.float32)
+    pre = {"f": jnp.full(4, -60.0, jnp.float32), "i": jnp.full(4, -59.0, jnp.float32)}
+
+    def share(f):
+        return cell._gates({}, {**pre, "f": f, "u": f})["f"].sum()
+
+    value, slope = jax.value_and_grad(share)(pre["f"])
+    exact = reference.sigmoid(-1.0)
+    assert_close(value, 4 * exact, 1e-5)
+    assert_close(slope, np.full(4, exact * (1 - exact)), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["minlstm", "ur_rg_lru", "lru"])
+def test_a_linear_cell_conforms(name, x32):
+    check_cell(rg.CELLS[name](4))
+
+
+class Claims(rg.MinGRU):
+    """Says that it is linear, and is not."""
+
+    mixes: bool = False
+
+    def step(self, params, carry, z_t):
+        h = super().step(params, carry, z_t).h
+        return rg.HiddenState(h + (h[..., ::-1] if self.mixes else h * h))
+
+
+@pytest.mark.parametrize(("mixes", "words"), [(True, "units interact"), (False, "depends on")])
+def test_a_cell_that_is_not_linear_is_found_out(mixes, words, x32):
+    with pytest.raises(AssertionError, match=words):
+        check_cell(Claims(4, mixes=mixes))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: rg.MinGRU(0), "0"),
+        (lambda: rg.RGLRU(4, rate=0.0), "above 0"),
+        (lambda: rg.RGLRU(4, fastest=1.0), "fastest < slowest"),
+        (lambda: rg.LRU(4, r_min=1.0), "r_min < r_max"),
+        (lambda: rg.CELLS["u_mingru"](2), "at least 3"),
+        (lambda: rg.GatedDecay(gate=rg.Gate(master=True, downsize=2)), "downsize=1"),
+    ],
+)
+def test_wrong_settings(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+# Any gate as GATO's decay
+
+
+@pytest.mark.parametrize("gate", DISTINCT[1:])
+def test_gato_with_another_gate(gate):
+    cell = rg.GATO(8, f=rg.GatedDecay(gate=rg.GATES[gate]), param_dtype=jnp.float64)
+    assert gate not in ("ur", "or") or rg.CELLS[f"{gate}_gato"](8) == rg.GATO(8, f=cell.f)
+    params, carry, x = parameters(cell, INPUTS), state(cell, (3,)), array(8, 3, INPUTS)
+    z = cell.project(params, x)
+    numbers = to_numpy(params), np.asarray(carry.r), np.asarray(x)
+    expected = reference.gated_gato_decay(numbers[0]["f"], *numbers[1:], gate)
+    assert_close(cell.step(params, carry, z).r, expected)
+    assert cell.diagonal == (rg.GATES[gate].activation != "cumax")
+
+
+@pytest.mark.parametrize("name", ["ur_gato", "or_gato"])
+def test_gato_with_another_gate_is_one_under_all_backends(name):
+    """With its kernels interpreted: cumax looks at all units, so units are not a kernel's lanes."""
+    cell = rg.CELLS[name](8, hidden=2, param_dtype=jnp.float64)
+    params, xs = parameters(cell, INPUTS), array(8, 5, BATCH, INPUTS)
+    want = results(cell, {}, "scan", params, xs)
+    for backend in ("fused", "pallas", *(["newton"] if cell.diagonal else [])):
+        assert_close(results(cell, {}, backend, params, xs), want)
+
+
+# The parallel backend
+
+
+def results(cell, how, backend, params, xs):
+    """Values, and the gradients of params, inputs, carry and reset_carry for random cotangents."""
+    shape, dtype = xs.shape[1:-1], xs.dtype
+    starts = [jax.tree.map(lambda a: a.astype(dtype), state(cell, shape, n)) for n in (0, 50)]
+
+    @quick_jit
+    def pull(params, xs, carry, reset_carry):
+        def run(*operands):
+            params, xs, carry, reset = operands
+            how_ = {**how, "reset_carry": reset, "backend": backend}
+            return rg.unroll(cell, params, xs, carry, **how_)
+
+        out, pullback = jax.vjp(run, params, xs, carry, reset_carry)
+        return out, pullback(jax.tree.map(lambda a: array(31, *a.shape).astype(a.dtype), out))
+
+    return pull(params, xs, *starts)
+
+
+def compare(name, how, steps=STEPS, scale=0.7, tolerance=1e-10):
+    cell = build(name)
+    params, xs = parameters(cell, INPUTS, scale=scale), array(8, steps, BATCH, INPUTS)
+    got, want = (results(cell, how, backend, params, xs) for backend in ("parallel", "scan"))
+    assert_close(got, want, tolerance)
+
+
+SOME, RESETS = masks(3, 0.8, STEPS, BATCH), masks(5, 0.1, STEPS, BATCH)
+UNITS = masks(4, 0.5, STEPS, BATCH, FEATURES)
+
+
+def around(field):
+    return dict(
+        carry_fns=(rg.Zoneout(0.3, field), rg.Detach(0.5, field), rg.Damp(0.3, field)),
+        noise=(UNITS, masks(7, 0.5, STEPS), None),
+        resets=RESETS,
+        valid=SOME,
+        return_carries="all",
+    )
+
+
+HOW = {
+    "lengths": dict(lengths=jnp.asarray([0, STEPS - 9]), reverse=True, return_carries="all"),
+    "chunks": dict(remat=16, resets=RESETS, reverse=True, unroll=2),
+    "around": around("h"),
+    "mean": dict(carry_fns=(rg.Zoneout(0.3, "h"),), deterministic=True, resets=RESETS),
+    "half": around("imag"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *(("mingru", how) for how in ("lengths", "chunks", "around", "mean")),
+        ("om_minlstm", "around"),
+        ("ur_rg_lru", "around"),
+        ("lru", "half"),
+        ("lru", "chunks"),
+    ],
+)
+def test_parallel_is_the_scan(name, how):
+    compare(name, HOW[how])
+
+
+@pytest.mark.parametrize("steps", [1, 32, 33])
+def test_any_number_of_steps(steps):
+    """One step, two blocks' worth in one, and just three blocks."""
+    compare("minlstm", dict(reverse=True), steps)
+
+
+def test_65536_steps_of_saturated_gates():
+    """Gates that are 0 and 1 to the last digit."""
+    compare("rg_lru", {}, 65_536, scale=20.0)
+
+
+def test_float32():
+    cell = build("u_mingru", param_dtype=jnp.float32)
+    params, xs = jax.tree.map(
+        lambda a: a.astype(jnp.float32), (parameters(cell, INPUTS), array(8, 4096, BATCH, INPUTS))
+    )
+    got, want = (results(cell, {}, backend, params, xs) for backend in ("parallel", "scan"))
+    assert_close(got, want, 2e-5)
+
+
+def test_gradients_match_finite_differences():
+    cell = build("minlstm")
+    params, xs = parameters(cell, INPUTS), array(8, 50, 1, INPUTS)
+    run = quick_jit(lambda params, xs: rg.unroll(cell, params, xs, backend="parallel")[1])
+    check_grads(run, (params, xs), order=1, modes=("rev",), eps=1e-6, atol=1e-6, rtol=1e-6)
+
+
+def test_a_reset_stops_what_is_not_finite():
+    """NaN before a reset reaches no value and no gradient after it."""
+    cell = build("mingru")
+    params, xs = parameters(cell, INPUTS), array(8, STEPS, 1, INPUTS)
+    resets = jnp.zeros((STEPS, 1), bool).at[0].set(True)
+
+    def loss(params, carry):
+        return rg.unroll(cell, params, xs, carry, resets=resets, backend="parallel")[1].sum()
+
+    nan = rg.HiddenState(jnp.full((1, FEATURES), jnp.nan))
+    value, gradients = quick_jit(jax.value_and_grad(loss, (0, 1)))(params, nan)
+    assert np.isfinite(value)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize(
+    ("name", "fn", "words"),
+    [
+        ("lstm", rg.Damp(0.5), "LSTM does not say that its step is linear"),
+        ("mingru", Scale(0.5), "Scale may not be linear"),
+        ("mingru", OwnZoneout(0.5), "OwnZoneout may not be linear"),
+    ],
+)
+def test_what_it_does_not_serve_is_refused(name, fn, words):
+    cell = build(name)
+    params, xs = parameters(cell, INPUTS), array(8, 3, BATCH, INPUTS)
+    with pytest.raises(ValueError, match=f"parallel.*{words}"):
+        rg.unroll(cell, params, xs, carry_fns=(fn,), deterministic=True, backend="parallel")
+
+
+def test_auto_takes_it(caplog):
+    cell = build("mingru")
+    scan._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, "recurrent_gates"):
+        rg.unroll(cell, parameters(cell, INPUTS), array(8, 3, BATCH, INPUTS))
+    assert "MinGRU on cpu: backend auto chose parallel" in caplog.text
+
+
+# Serving
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "ur_gru", "om_lstm", "exploding", "gato1", "lru"])
+def test_a_stepper_is_the_scan(name):
+    """Whatever a product reads: the state, the reset state, or the input alone."""
+    cell = build(name, **({} if name == "lru" else {"bias_vectors": 2}))
+    params, xs = parameters(cell, INPUTS), array(8, 4, BATCH, INPUTS)
+    step, ys = rg.stepper(cell, params, BATCH), []
+    carry = step.initial()
+    for x in xs:
+        carry, y = step(carry, x)
+        ys.append(y)
+    assert_close((carry, jnp.stack(ys)), rg.unroll(cell, params, xs, backend="scan"))
+
+
+def test_a_stepper_uses_up_its_carry():
+    cell = build("lstm")
+    step = rg.stepper(cell, parameters(cell, INPUTS))
+    first = step.initial()
+    step(first, jnp.ones(INPUTS))
+    assert first.c.is_deleted()
+
+
+class Bare(rg.Cell):
+    """A cell whose parameters tell no width."""
+
+    def init_params(self, key, in_features):
+        return {"w": jnp.ones(in_features)}
+
+    def initial(self, batch_shape):
+        return jnp.zeros((*batch_shape, 1))
+
+    def step(self, params, carry, z_t):
+        return carry + z_t @ params["w"][:, None]
+
+
+def test_a_width_that_nothing_tells():
+    with pytest.raises(ValueError, match="give in_features"):
+        rg.stepper(Bare(), {"w": jnp.ones(3)})
+    carry, y = rg.stepper(Bare(), {"w": jnp.ones(3)}, in_features=3)(jnp.zeros(1), jnp.ones(3))
+    assert y == 3 and carry == 3

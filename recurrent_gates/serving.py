@@ -39,6 +39,7 @@ class Stepper:
     ) -> None:
         self.cell, self.batch_shape, self.in_features = cell, batch_shape, in_features
         x = jax.ShapeDtypeStruct((*batch_shape, in_features), jax.tree.leaves(params)[0].dtype)
+        self._weights: Any
         step, self._weights = _joined(cell, params, x) or (_plain(cell), params)
         carry = jax.eval_shape(self.initial)
         self._compiled = jax.jit(step, donate_argnums=1).lower(self._weights, carry, x).compile()

@@ -341,6 +341,8 @@ def gated_gato_decay(params, r, x, name, rate=0.7):
     """GATO eq. 5 with the forget gate of another mechanism in the place of the sigmoid."""
 
     def pre(slot):
+        if slot == "i":  # masters have one, which f does not read
+            return np.zeros_like(r)
         return (
             x @ params["kernel"][slot]
             + params["recurrent_kernel"][slot] * r

@@ -243,7 +243,7 @@ def test_float32():
 def test_gradients_match_finite_differences():
     cell = build("minlstm")
     params, xs = parameters(cell, INPUTS), array(8, 50, 1, INPUTS)
-    run = quick_jit(lambda params, xs: rg.unroll(cell, params, xs, backend="parallel")[1])
+    run = jax.jit(lambda params, xs: rg.unroll(cell, params, xs, backend="parallel")[1])
     check_grads(run, (params, xs), order=1, modes=("rev",), eps=1e-6, atol=1e-6, rtol=1e-6)
 
 

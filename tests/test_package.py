@@ -192,7 +192,7 @@ ROOMS = (
     {"training"},
     {"command"},
     {"copy", "adding", "pixels", "language_model", "sentiment", "stay"}
-    | {"execute", "recall", "match"},
+    | {"execute", "recall", "match", "captioning"},
     {"forgetting", "transfer_copy"},
     {"catalog"},
     {"compare", "diagnose"},

@@ -1,0 +1,1 @@
+"""Say what a picture shows: ``python -m experiments.captioning``."""

@@ -1,0 +1,115 @@
+"""How close captions are to their references.
+
+BLEU comes from sacrebleu. The other scores, and BLEU once more, are those of COCO's evaluation
+(pycocoevalcap), of which METEOR and the tokeniser of the Penn Treebank need Java.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+from collections.abc import Sequence
+
+from experiments.settings.errors import UserError
+
+BLEU = ("bleu_4", "bleu_1", "bleu_2", "bleu_3")
+COCO = ("cider", "rouge_l", "meteor")
+NEEDS_COCO = (
+    "CIDEr-D, ROUGE-L and METEOR are scores of pycocoevalcap, which is not installed: "
+    "pip install pycocoevalcap, or give --evaluation=bleu."
+)
+NEEDS_JAVA = (
+    "METEOR and the tokeniser of the Penn Treebank need Java, and there is none on the path: "
+    "METEOR is left out, and a tokeniser of ours takes the other's place."
+)
+
+_WORD = re.compile(r"[^\W_]+(?:'[a-z]+)?|<[a-z]+>")
+# What pycocoevalcap adds to a count of zero: a corpus without a match scores almost zero.
+_FLOOR = 1e-15
+
+
+def tokens(caption: str) -> list[str]:
+    """The words of a caption in small letters, without punctuation."""
+    return _WORD.findall(caption.lower())
+
+
+def bleu(captions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Corpus BLEU of one to four words, by sacrebleu; in [0, 1].
+
+    Args:
+      captions: words with blanks between them.
+      references: of each caption one or more, likewise.
+
+    Raises:
+      UserError: if sacrebleu is not installed.
+    """
+    try:
+        from sacrebleu import metrics
+    except ImportError:
+        raise UserError("BLEU needs sacrebleu: pip install sacrebleu.") from None
+    most = max(map(len, references))
+    streams = [[of[at] if at < len(of) else None for of in references] for at in range(most)]
+    scores = {}
+    for order in (4, 1, 2, 3):
+        scorer = metrics.BLEU(
+            max_ngram_order=order,
+            tokenize="none",
+            smooth_method="floor",
+            smooth_value=_FLOOR,
+            force=True,
+        )
+        scores[f"bleu_{order}"] = scorer.corpus_score(list(captions), streams).score / 100
+    return scores
+
+
+def has_coco() -> bool:
+    """Whether pycocoevalcap is installed."""
+    return importlib.util.find_spec("pycocoevalcap") is not None
+
+
+def has_java() -> bool:
+    """Whether Java is on the path."""
+    return shutil.which("java") is not None
+
+
+def coco(captions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[str, float]:
+    """The scores of COCO's evaluation: BLEU of one to four words, ROUGE-L, CIDEr-D, and METEOR
+    where there is Java.
+
+    Args:
+      captions: words with blanks between them, as ``tokenised`` makes them.
+      references: of each caption one or more, likewise.
+
+    Raises:
+      UserError: if pycocoevalcap is not installed.
+    """
+    if not has_coco():
+        raise UserError(NEEDS_COCO)
+    from pycocoevalcap.bleu.bleu import Bleu
+    from pycocoevalcap.cider.cider import Cider
+    from pycocoevalcap.rouge.rouge import Rouge
+
+    truth = {number: list(of) for number, of in enumerate(references)}
+    said = {number: [one] for number, one in enumerate(captions)}
+    by_order, _ = Bleu(4).compute_score(truth, said, verbose=0)
+    scores = {f"bleu_{order}": value for order, value in enumerate(by_order, start=1)}
+    scores["rouge_l"] = float(Rouge().compute_score(truth, said)[0])
+    scores["cider"] = float(Cider().compute_score(truth, said)[0])
+    if has_java():
+        from pycocoevalcap.meteor.meteor import Meteor
+
+        scores["meteor"] = float(Meteor().compute_score(truth, said)[0])
+    return scores
+
+
+def tokenised(texts: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Captions of pictures as COCO's evaluation takes them, with blanks between their words: by
+    the tokeniser of the Penn Treebank, where there is Java, and else by ours."""
+    if has_coco() and has_java():
+        from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
+
+        given = {at: [{"caption": text} for text in of] for at, of in enumerate(texts)}
+        words = PTBTokenizer().tokenize(given)
+        return [words[at] for at in range(len(texts))]
+    return [[" ".join(tokens(text)) for text in of] for of in texts]

@@ -1,0 +1,259 @@
+"""Captioning: a sentence that says what a picture shows, word by word.
+
+Letters: B pictures of a batch, R captions of a picture, T words of a caption and its end, L
+regions of a picture, V words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.captioning import scenes, scoring
+from experiments.captioning.decoding import beam_search, greedy
+from experiments.captioning.model import END, Captioner, Looking, SmallEncoder, small_uniform
+from experiments.captioning.settings import CaptioningSettings
+from experiments.machine.mesh import Rows
+from experiments.settings.cells import feedback, field_of
+from experiments.settings.errors import UserError
+from experiments.settings.metrics import Metric
+from experiments.settings.model import ModelSettings
+from experiments.training.models import TokenEncoder
+from experiments.training.task import Apply, BaseTask, Fresh, HeldOut, Outcome, Resident
+from recurrent_gates import RNN, Stack
+
+_SCENES = 3200  # to train on, fresh ones each time, are called a pass
+_KEYS = {"validation": 0x5CE7E, "test": 0x5CE7F}  # of the held-out scenes
+_HELD_OUT_ROWS = 125  # most pictures that a device evaluates at a time
+
+
+class Window(NamedTuple):
+    """Pictures and their captions.
+
+    Attributes:
+      pictures: what the encoder takes, ``[B, ...]``.
+      captions: int32 ``[B, R, T]``, ``END`` from their ends on.
+      numbers: of the pictures in a held-out set, int32 ``[B]``.
+      counts: which pictures count, bool ``[B]``.
+    """
+
+    pictures: Any
+    captions: jax.Array
+    numbers: jax.Array
+    counts: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CaptioningTask(CaptioningSettings, BaseTask):
+    """What a picture shows.
+
+    The model is trained on each word of a caption and on its end, the words before being the
+    caption's own; the loss is the mean over words. At evaluation it says a sentence of its own, of
+    which only the picture is given.
+    """
+
+    name = "captioning"
+    axes = 0
+    output_axes = 0
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        names = [*scoring.BLEU]
+        if self.evaluation == "coco":
+            own = [name for name in scoring.COCO if name != "meteor" or scoring.has_java()]
+            names = [own[0], *names, *own[1:]]
+        of_words = [Metric(name, True, 0.0, "no word right") for name in names]
+        return (*of_words, Metric("loss", False, math.log(len(self.vocabulary)), "uniform"))
+
+    @property
+    def vocabulary(self) -> Sequence[str]:
+        """The words; that of number 0 is the end."""
+        return scenes.WORDS
+
+    @property
+    def steps(self) -> int:
+        """T."""
+        return scenes.longest(self.groups)
+
+    @property
+    def examples(self) -> int:
+        """How many pictures there are in a pass."""
+        return _SCENES
+
+    def check(self) -> None:
+        if self.evaluation == "coco" and not scoring.has_coco():
+            raise UserError(scoring.NEEDS_COCO)
+        if self.dataset == "scenes" and self.captions > scenes.REFERENCES:
+            raise UserError(f"--captions is at most {scenes.REFERENCES} for scenes.")
+
+    def module(self, recurrent: RNN | Stack, model: ModelSettings) -> Captioner:
+        if model.decoder:
+            raise UserError("--decoder is not for captioning: its decoder is the softmax.")
+        looking = None
+        if self.captioner == "show_attend_tell":
+            if isinstance(recurrent, Stack):
+                raise UserError("--captioner=show_attend_tell is for --layers=1.")
+            field = field_of(feedback(recurrent.cell))
+            looking = Looking(self.attention_units, field, self.detach_query)
+        size = len(self.vocabulary)
+        return Captioner(
+            vision=SmallEncoder(self.picture_features),
+            words=TokenEncoder(self.inputs, size, model.embedding, small_uniform),
+            recurrent=recurrent,
+            vocabulary=size,
+            looking=looking,
+            blind=self.blind,
+            output_dropout=self.output_dropout,
+        )
+
+    def example(self) -> tuple[Any, jax.Array]:
+        side = scenes.pixels(self.groups)
+        return jnp.zeros((1, side, side, 3), jnp.uint8), jnp.zeros((1, 1, 1), jnp.int32)
+
+    def data(self) -> Resident:
+        return Resident(jax.jit(self._drawn_sets)())
+
+    def shapes(self, rows: int) -> Any:
+        del rows
+        return jax.eval_shape(self._drawn_sets)
+
+    def _drawn_sets(self) -> dict[str, Window]:
+        return _held_out_scenes(self.groups, self.held_out_scenes)
+
+    def draw(
+        self, act: Apply, data: Any, stream: Any, key: jax.Array, step: jax.Array, rows: Rows
+    ) -> tuple[Window, Any]:
+        del act, data
+        keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.fold_in(key, step)))
+        drawn = jax.vmap(lambda key: scenes.draw(key, self.groups, None))(keys(rows.numbers))
+        captions = drawn.captions[:, : self.captions]
+        counts = jnp.ones(rows.count, bool)
+        return Window(drawn.pictures, captions, rows.numbers, counts), stream
+
+    def loss(self, apply: Apply, params: Any, window: Window, stream: Any, train: bool) -> Outcome:
+        said = apply(params, window.pictures, window.captions)
+        captions = window.captions
+        chosen = jnp.take_along_axis(said.log_p, captions[..., None], axis=-1)[..., 0]
+        started = jnp.pad(captions[..., :-1] != END, ((0, 0), (0, 0), (1, 0)), constant_values=True)
+        weights = (started & window.counts[:, None, None]).astype(chosen.dtype)
+        total, weight = -(chosen * weights).sum(), weights.sum()
+        sums = {"loss": (total, weight)}
+        if self.doubly_stochastic and said.weights is not None:
+            # Xu et al., Eq. (14): each region is to be looked at once; a caption's penalty weighs
+            # as its words do.
+            uneven = ((1 - said.weights.sum(axis=-2)) ** 2).sum(axis=-1)  # [B, R]
+            total += self.doubly_stochastic * (uneven * weights.sum(axis=-1)).sum()
+        if train:
+            return Outcome((total, weight), sums, stream)
+        outputs = {
+            "words": self.say(apply, params, window.pictures, len(captions)),
+            "numbers": window.numbers,
+            "counts": window.counts,
+        }
+        return Outcome((total, weight), sums, stream, outputs)
+
+    def say(self, apply: Apply, params: Any, pictures: Any, count: int) -> jax.Array:
+        """The model's own captions of pictures, int32 ``[count, T]``."""
+        memory, carry = apply(params, pictures, self.beam, method="start")
+
+        def follow(carry: Any, words: jax.Array) -> tuple[Any, jax.Array]:
+            return apply(params, memory, words, carry, method="follow")
+
+        if self.beam == 1:
+            return greedy(follow, carry, count, self.steps, END)
+        words, _ = beam_search(
+            follow,
+            carry,
+            rows=count,
+            width=self.beam,
+            steps=self.steps,
+            end=END,
+            length_power=self.length_power,
+        )
+        return words
+
+    def held_out(self, data: Any, devices: int) -> Mapping[str, HeldOut]:
+        return {name: _Pictures(name, len(of.numbers), devices) for name, of in data.items()}
+
+    def text(self, words: Sequence[int]) -> str:
+        """Words before the end of a caption, with blanks between them."""
+        kept: list[str] = []
+        for word in words:
+            if word == END:
+                break
+            kept.append(self.vocabulary[word])
+        return " ".join(kept)
+
+    @property
+    def references(self) -> list[list[str]]:
+        """The captions of the pictures of both held-out sets, with blanks between their words."""
+        drawn = _held_out_captions(self.groups, self.held_out_scenes)
+        return [[self.text(caption) for caption in of] for of in drawn]
+
+    def scores(
+        self, sums: Mapping[str, tuple[np.ndarray, np.ndarray]], outputs: list[Any]
+    ) -> dict[str, Any]:
+        rows = {name: np.concatenate([of[name] for of in outputs]) for name in outputs[0]}
+        counts = rows["counts"].astype(bool)
+        references = self.references
+        truth = [references[number] for number in rows["numbers"][counts]]
+        said = [self.text(words) for words in rows["words"][counts]]
+        score = scoring.coco if self.evaluation == "coco" else scoring.bleu
+        return super().scores(sums, outputs) | score(said, truth)
+
+
+class _Pictures:
+    """A held-out set in windows of about equal size, which the devices share.
+
+    The last window begins early, with pictures that count elsewhere.
+    """
+
+    def __init__(self, name: str, pictures: int, devices: int) -> None:
+        self._name, self._pictures = name, pictures
+        devices = devices if pictures >= devices else 1
+        most = _HELD_OUT_ROWS * devices
+        windows = -(-pictures // most)
+        size = -(-pictures // (windows * devices)) * devices
+        self.rows = size if size <= pictures else size - devices
+        self.windows = -(-pictures // self.rows)
+
+    def start(self, fresh: Fresh, data: Any, rows: Rows) -> tuple[()]:
+        del fresh, data, rows
+        return ()
+
+    def draw(
+        self, act: Apply, data: Any, stream: Any, index: jax.Array, rows: Rows
+    ) -> tuple[Window, Any]:
+        del act
+        start = index * self.rows
+        first = jnp.minimum(start, self._pictures - self.rows)
+        window = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, self.rows),
+            data[self._name],
+        )
+        counts = first + jnp.arange(self.rows, dtype=first.dtype) >= start
+        return rows.of(window._replace(counts=counts), 0), stream
+
+
+def _held_out_scenes(groups: int, count: int) -> dict[str, Window]:
+    """The held-out sets, which are the same for all seeds and models."""
+    sets = {}
+    for at, (name, seed) in enumerate(_KEYS.items()):
+        keys = jax.random.split(jax.random.key(seed), count)
+        drawn = jax.vmap(lambda key, name=name: scenes.draw(key, groups, name))(keys)
+        numbers = at * count + jnp.arange(count, dtype=jnp.int32)
+        sets[name] = Window(drawn.pictures, drawn.captions, numbers, jnp.ones(count, bool))
+    return sets
+
+
+@functools.lru_cache(maxsize=2)
+def _held_out_captions(groups: int, count: int) -> np.ndarray:
+    drawn = jax.jit(_held_out_scenes, static_argnums=(0, 1))(groups, count)
+    return np.concatenate([np.asarray(of.captions) for of in drawn.values()])

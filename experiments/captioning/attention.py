@@ -58,6 +58,10 @@ class AttendingCell(Cell):
     regions: int
 
     @nn.nowrap
+    def init_params(self, key: jax.Array, in_features: Any) -> dict[str, Any]:
+        raise TypeError("the module around an AttendingCell makes its parameters.")
+
+    @nn.nowrap
     def initial(self, batch_shape: Sequence[int]) -> Attending:
         state = self.cell.initial(batch_shape)
         weights = jnp.zeros((*batch_shape, self.regions), jnp.float32)
@@ -65,24 +69,31 @@ class AttendingCell(Cell):
 
     @nn.nowrap
     def step(self, params: Mapping[str, Any], carry: Attending, z_t: jax.Array) -> Attending:
-        keys, regions = params["keys"], params["regions"]
+        keys = params["keys"]
         query = carry.query.astype(keys.dtype) @ params["query"]
         query = query.reshape(len(keys), -1, 1, query.shape[-1])  # [B, N/B, 1, A]
         # Xu et al., Eq. (4): e_ti = f_att(a_i, h_t-1), in the published code w . tanh(W a + U h).
         energies = jnp.tanh(keys[:, None] + query) @ params["score"]
         weights = jax.nn.softmax(energies, axis=-1)  # Eq. (5)
-        context = weights @ regions  # Eq. (13): the expected region
+        weights = weights.reshape(len(z_t), -1).astype(jnp.float32)
+        state = self.cell.step(params["cell"], carry.state, self._read(params, weights, z_t))
+        return Attending(state, field_of_state(state, self.field), weights)
+
+    @nn.nowrap
+    def _read(self, params: Mapping[str, Any], weights: jax.Array, z_t: jax.Array) -> Any:
+        """What the inner cell makes of a word and of where it looks."""
+        regions = params["regions"]
+        looks = weights.astype(regions.dtype).reshape(len(regions), -1, self.regions)
+        context = looks @ regions  # Eq. (13): the expected region
         flat = context.reshape(-1, context.shape[-1])
         x = jnp.concatenate([z_t, flat.astype(z_t.dtype)], axis=-1)
-        inner = params["cell"]
-        state = self.cell.step(inner, carry.state, self.cell.project(inner, x))
-        weights = weights.reshape(len(z_t), -1).astype(jnp.float32)
-        return Attending(state, field_of_state(state, self.field), weights)
+        return self.cell.project(params["cell"], x)
 
     @nn.nowrap
     def emit(self, params: Mapping[str, Any], carry: Attending, z: jax.Array) -> Any:
         """``(y, weights)``."""
-        return self.cell.emit(params["cell"], carry.state, z), carry.weights
+        inner = self._read(params, carry.weights, z)  # of most cells the dtype alone is used
+        return self.cell.emit(params["cell"], carry.state, inner), carry.weights
 
 
 @struct.dataclass

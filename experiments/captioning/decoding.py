@@ -79,8 +79,8 @@ def beam_search(
         scale = (t + 1).astype(jnp.float32) ** jnp.float32(length_power)
 
         # Sentences that end here, and in the last step all others.
-        final = (jnp.arange(words) == end) | (t == steps - 1)
-        ended = jnp.where(final, totals, none).reshape(rows, -1) / scale
+        is_end = (jnp.arange(words) == end)[None, None]
+        ended = jnp.where(is_end | (t == steps - 1), totals, none).reshape(rows, -1) / scale
         at = jnp.argmax(ended, axis=-1)
         score = jnp.take_along_axis(ended, at[:, None], axis=-1)[:, 0]
         sentence = jnp.take_along_axis(begun, (at // words)[:, None, None], axis=1)[:, 0]
@@ -90,7 +90,7 @@ def beam_search(
         best_score = jnp.where(better, score, best_score)
 
         # The beginnings that go on.
-        open_ = jnp.where(jnp.arange(words) == end, none, totals).reshape(rows, -1)
+        open_ = jnp.where(is_end, none, totals).reshape(rows, -1)
         totals, at = jax.lax.top_k(open_, width)  # [N, K]
         parents, last = at // words, (at % words).astype(jnp.int32)
         begun = jnp.take_along_axis(begun, parents[..., None], axis=1).at[:, :, t].set(last)
@@ -99,7 +99,7 @@ def beam_search(
         return (carry, last, totals, begun, best, best_score), None
 
     # All K beginnings of a row are one and the same: only the first counts.
-    totals = jnp.where(jnp.arange(width) == 0, 0.0, none) * jnp.ones((rows, 1))
+    totals = jnp.full((rows, width), none).at[:, 0].set(0)
     first = jnp.full((rows, width), end, jnp.int32)
     begun = jnp.full((rows, width, steps), end, jnp.int32)
     start = (carry, first, totals, begun, begun[:, 0], jnp.full(rows, none))

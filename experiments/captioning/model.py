@@ -87,9 +87,9 @@ class SmallEncoder(nn.Module):
     def __call__(self, pictures: jax.Array) -> Seen:
         x = pictures.astype(jnp.float32) / 255
         for features in (32, 64, 64):
-            x = nn.relu(HalvingConvolution(features)(x))
+            x = nn.relu(nn.LayerNorm()(HalvingConvolution(features)(x)))
         regions = x.reshape(len(x), -1, x.shape[-1])
-        pooled = nn.LayerNorm()(nn.relu(nn.Dense(self.width)(x.reshape(len(x), -1))))
+        pooled = nn.relu(nn.LayerNorm()(nn.Dense(self.width)(x.reshape(len(x), -1))))
         return Seen(pooled, regions)
 
 

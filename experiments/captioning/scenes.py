@@ -8,9 +8,9 @@ right of, above or below this one. A caption walks along the chain, from either 
 
 There are six of them for each scene: three wordings, each from both ends.
 
-What is held out are combinations of colour, shape and relation: "a red circle left of something"
-belongs to one part of the data alone. Every group of a scene to train on makes combinations of
-the training part only; every group of a held-out scene makes one that no training scene has.
+What is held out are combinations of colour, shape and relation, such as "a red circle left of
+something", one in twelve for each held-out part. No group of a scene to train on makes one of
+them; every group of a held-out scene makes one of its part.
 
 Letters: G groups, S pixels of a side, R captions of a scene, T words of a caption and its end.
 """
@@ -30,7 +30,7 @@ NUMBERS = ("a", "two", "three")
 _PLURALS = ("circles", "squares", "triangles", "crosses")
 _RELATIONS = ("left of", "right of", "above", "below")  # the opposite of r is r ^ 1
 _LONG_RELATIONS = ("to the left of", "to the right of", "over", "under")
-_OTHERS = ("is", "are", "there", "which", "left", "right", "of", "to", "the")
+_OTHERS = ("is", "are", "there", "which", "in", "this", "picture", "can", "be", "seen", "and")
 
 WORDS = (
     "",
@@ -39,6 +39,13 @@ WORDS = (
     *SHAPES,
     *_PLURALS,
     *_OTHERS,
+    "it",
+    "they",
+    "left",
+    "right",
+    "of",
+    "to",
+    "the",
     "above",
     "below",
     "over",
@@ -46,13 +53,12 @@ WORDS = (
 )
 """The vocabulary; the first is the end of a caption and what comes after it."""
 
-PARTS = {"validation": 0, "test": 1}
-"""The class of the combinations of each held-out part; the training part has the others."""
+HELD_OUT = ("validation", "test")
+"""The held-out parts."""
 
-MOST_GROUPS = 8
 REFERENCES = 5  # R: of the six captions, drawn for each scene
 _STYLES = 6
-_CLASSES = len(COLOURS)  # of combinations: colour + shape + relation, modulo this
+_OF_EACH_RELATION = 2  # combinations of colour and shape that a part holds out
 _SLOT = 8  # pixels of the place of a shape; a cell has two by two
 _RGB = ((230, 50, 40), (50, 190, 70), (60, 90, 240), (235, 220, 60), (240, 130, 200), (240,) * 3)
 
@@ -93,7 +99,7 @@ def pixels(groups: int) -> int:
 
 def longest(groups: int) -> int:
     """T: the words of the longest caption, and its end."""
-    return 10 + 9 * (groups - 2) + 1
+    return 20 + 9 * (groups - 2)
 
 
 def draw(key: jax.Array, groups: int, part: str | None) -> Scenes:
@@ -102,7 +108,7 @@ def draw(key: jax.Array, groups: int, part: str | None) -> Scenes:
     Args:
       key: a PRNG key.
       groups: G, 2 to 8.
-      part: a key of ``PARTS``; None: the training part.
+      part: one of ``HELD_OUT``; None: the training part.
     """
     of_groups, of_picture, of_captions = jax.random.split(key, 3)
     scene = draw_groups(of_groups, groups, part)
@@ -121,24 +127,35 @@ def draw_groups(key: jax.Array, count: int, part: str | None) -> Groups:
     cells = ring[(first + step * jnp.arange(count, dtype=jnp.int32)) % len(ring)]
     down, right = jnp.sign(jnp.diff(cells, axis=0)).T
     relations = jnp.where(down == 0, jnp.where(right > 0, 0, 1), jnp.where(down > 0, 2, 3))
-    shapes = jax.random.randint(next(keys), (count,), 0, len(SHAPES))
     to_next = jnp.append(relations, relations[-1] ^ 1)  # the last group has the one before it
     to_last = jnp.append(relations[:1], relations ^ 1)  # and the first one has the next
+    combinations = jnp.asarray(_COMBINATIONS)
     if part is None:
-        colour = jnp.arange(len(COLOURS), dtype=jnp.int32)[:, None]
-        allowed = jnp.ones((len(COLOURS), count), bool)
-        for relation in (to_next, to_last):
-            allowed &= _class(colour, shapes, relation) >= len(PARTS)
-        uniform = jnp.where(allowed, 0.0, -jnp.inf)
-        colours = jax.random.categorical(next(keys), uniform, axis=0).astype(jnp.int32)
+        allowed = (combinations[to_next] < 0) & (combinations[to_last] < 0)
     else:
-        colours = (PARTS[part] - shapes - to_next) % _CLASSES
+        allowed = combinations[to_next] == HELD_OUT.index(part)
+    uniform = jnp.where(allowed, 0.0, -jnp.inf)  # [G, colours * shapes]
+    pairs = jax.random.categorical(next(keys), uniform).astype(jnp.int32)
+    colours, shapes = pairs // len(SHAPES), pairs % len(SHAPES)
     counts = jax.random.randint(next(keys), (count,), 0, len(NUMBERS))
     return Groups(cells, counts, colours, shapes, relations.astype(jnp.int32))
 
 
-def _class(colours: jax.Array, shapes: jax.Array, relations: jax.Array) -> jax.Array:
-    return (colours + shapes + relations) % _CLASSES
+def _combinations() -> np.ndarray:
+    """Which held-out part has which combination, int32 ``[relations, colours * shapes]``; -1: none.
+
+    A colour and a shape together miss one relation at most.
+    """
+    parts = np.full((len(_RELATIONS), len(COLOURS) * len(SHAPES)), -1, np.int32)
+    pairs = iter(np.random.RandomState(0).permutation(parts.shape[1]))
+    for part in range(len(HELD_OUT)):
+        for of_relation in parts:
+            for _ in range(_OF_EACH_RELATION):
+                of_relation[next(pairs)] = part
+    return parts
+
+
+_COMBINATIONS = _combinations()
 
 
 def _ring(side: int) -> list[tuple[int, int]]:
@@ -158,8 +175,7 @@ def _picture(key: jax.Array, scene: Groups, side: int) -> jax.Array:
     count = len(scene.shapes)
     order = jax.vmap(lambda key: jax.random.permutation(key, 4))(jax.random.split(of_places, count))
     row, column = 2 * scene.cells[:, :1] + order // 2, 2 * scene.cells[:, 1:] + order % 2
-    there = jnp.arange(4, dtype=jnp.int32) <= scene.counts[:, None]
-    there &= jnp.arange(4, dtype=jnp.int32) < len(NUMBERS)
+    there = jnp.arange(4, dtype=jnp.int32)[None] <= scene.counts[:, None]
     group = jnp.full((across, across), -1, jnp.int32)
     numbers = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[:, None], order.shape)
     group = group.at[row, column].set(jnp.where(there, numbers, -1))
@@ -198,7 +214,9 @@ _NUMBER, _COLOUR = _numbers(NUMBERS, 1)[:, 0], _numbers(COLOURS, 1)[:, 0]
 _SHAPE = np.stack([_numbers(SHAPES, 1)[:, 0], _numbers(_PLURALS, 1)[:, 0]])
 _RELATION = np.stack([_numbers(_RELATIONS, 4), _numbers(_LONG_RELATIONS, 4)])
 _VERB = _numbers(("is", "are"), 1)[:, 0]
-_THERE, _WHICH = WORDS.index("there"), WORDS.index("which")
+_BEGINNING = _numbers(("", "there", "in this picture"), 3)  # by wording
+_SEEN = _numbers(("can be seen and it is", "can be seen and they are"), 6)
+_WHICH = WORDS.index("which")
 
 
 def caption(scene: Groups, style: jax.Array) -> jax.Array:
@@ -219,7 +237,6 @@ def caption(scene: Groups, style: jax.Array) -> jax.Array:
     )
     relations = along(scene.relations, scene.relations[::-1] ^ 1)
     plural = (counts > 0).astype(jnp.int32)
-    verb = jnp.asarray(_VERB)[plural]
     nouns = jnp.stack(
         [
             jnp.asarray(_NUMBER)[counts],
@@ -229,14 +246,12 @@ def caption(scene: Groups, style: jax.Array) -> jax.Array:
         axis=1,
     )
     phrase = jnp.asarray(_RELATION)[(wording == 2).astype(jnp.int32), relations]
-    no_word = jnp.int32(0)
-    begins_there = jnp.stack([jnp.where(wording == 1, _THERE, 0), verb[0] * (wording == 1)])
-    parts = [begins_there.astype(jnp.int32), nouns[0]]
-    for group in range(1, count):
-        if group > 1:
-            parts += [jnp.stack([jnp.int32(_WHICH), verb[group - 1]])]
-        else:
-            parts += [jnp.where(wording == 0, verb[0], no_word)[None]]
+    verbs = jnp.asarray(_VERB)[plural]
+    of_words = (wording == 2) * jnp.asarray(_SEEN)[plural[0]]
+    parts = [jnp.asarray(_BEGINNING)[wording], (wording == 1) * verbs[:1], nouns[0]]
+    parts += [(wording == 0) * verbs[:1], of_words, phrase[0], nouns[1]]
+    for group in range(2, count):
+        parts += [jnp.array([_WHICH], jnp.int32), verbs[group - 1 : group]]
         parts += [phrase[group - 1], nouns[group]]
     words = jnp.concatenate(parts)
     first_words = jnp.argsort(words == 0, stable=True)[: longest(count)]

@@ -27,8 +27,8 @@ class CaptioningSettings:
         needs=("dataset", _FILES),
     )
     groups: int = setting(
-        "of shapes in a scene: captions have at most 9 times as many words, less 7, and their end",
-        Sourced(3, "ours: 20 steps"),
+        "of shapes in a scene; a caption has 20 steps at most, and 9 more for each group above 2",
+        Sourced(2, "ours: 20 steps"),
         least=2,
         most=8,
         needs=("dataset", ("scenes",)),
@@ -181,7 +181,7 @@ _SMALL = {
     "epochs": Sourced(Depends("dataset", {"scenes": 20, "*": 5}), "ours: as hidden_size"),
     "steps": Sourced(Epochs("epochs"), "ours: as hidden_size"),
     "batch_size": Sourced(32, "ours: as hidden_size"),
-    "learning_rates": Sourced((2e-3,), "ours: as hidden_size"),
+    "learning_rates": Sourced((4e-3,), "ours: as hidden_size"),
     "clip_norm": Sourced(1.0, "ours: as hidden_size"),
     "eval_every": Sourced(Epochs(1), "ours: after each epoch"),
     "keep_best": Sourced(True, "ours: the test score of the best validation score"),

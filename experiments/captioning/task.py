@@ -10,44 +10,44 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
-from experiments.captioning import scenes, scoring
+from experiments.captioning import resnet, scenes, scoring
 from experiments.captioning.decoding import beam_search, greedy
-from experiments.captioning.model import END, Captioner, Looking, SmallEncoder, small_uniform
+from experiments.captioning.model import (
+    END,
+    Captioner,
+    Features,
+    Looking,
+    SmallEncoder,
+    small_uniform,
+)
+from experiments.captioning.pictures import (
+    Corpus,
+    PictureFiles,
+    Window,
+    corpus,
+    held_out_first,
+    regions_of,
+)
 from experiments.captioning.settings import CaptioningSettings
 from experiments.machine.mesh import Rows
+from experiments.records.reporting import say
 from experiments.settings.cells import feedback, field_of
 from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
 from experiments.settings.model import ModelSettings
 from experiments.training.models import TokenEncoder
-from experiments.training.task import Apply, BaseTask, Fresh, HeldOut, Outcome, Resident
+from experiments.training.task import Apply, BaseTask, Fresh, HeldOut, Outcome, Resident, Streamed
 from recurrent_gates import RNN, Stack
 
 _SCENES = 3200  # to train on, fresh ones each time, are called a pass
 _KEYS = {"validation": 0x5CE7E, "test": 0x5CE7F}  # of the held-out scenes
-_HELD_OUT_ROWS = 125  # most pictures that a device evaluates at a time
-
-
-class Window(NamedTuple):
-    """Pictures and their captions.
-
-    Attributes:
-      pictures: what the encoder takes, ``[B, ...]``.
-      captions: int32 ``[B, R, T]``, ``END`` from their ends on.
-      numbers: of the pictures in a held-out set, int32 ``[B]``.
-      counts: which pictures count, bool ``[B]``.
-    """
-
-    pictures: Any
-    captions: jax.Array
-    numbers: jax.Array
-    counts: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,25 +73,52 @@ class CaptioningTask(CaptioningSettings, BaseTask):
         return (*of_words, Metric("loss", False, math.log(len(self.vocabulary)), "uniform"))
 
     @property
+    def corpus(self) -> Corpus:
+        """The pictures and captions in files.
+
+        Raises:
+          UserError: if files are missing or damaged.
+        """
+        return corpus(self.dataset, self.data_dir, self.restval, self.min_count, self.length)
+
+    @property
+    def generated(self) -> bool:
+        """Whether the pictures are scenes, drawn on the device."""
+        return self.dataset == "scenes"
+
+    @property
     def vocabulary(self) -> Sequence[str]:
         """The words; that of number 0 is the end."""
-        return scenes.WORDS
+        return scenes.WORDS if self.generated else self.corpus.words
 
     @property
     def steps(self) -> int:
         """T."""
-        return scenes.longest(self.groups)
+        return scenes.longest(self.groups) if self.generated else self.length + 1
 
     @property
     def examples(self) -> int:
         """How many pictures there are in a pass."""
-        return _SCENES
+        return _SCENES if self.generated else len(self.corpus.parts.train)
 
     def check(self) -> None:
         if self.evaluation == "coco" and not scoring.has_coco():
             raise UserError(scoring.NEEDS_COCO)
-        if self.dataset == "scenes" and self.captions > scenes.REFERENCES:
+        if self.generated and self.encoder != "cnn":
+            raise UserError("--encoder=resnet152 is for pictures from files; scenes are small.")
+        if self.generated and self.captions > scenes.REFERENCES:
             raise UserError(f"--captions is at most {scenes.REFERENCES} for scenes.")
+        if self.generated:
+            return
+        if self.encoder != "resnet152":
+            raise UserError("--encoder=cnn is for scenes; pictures from files need resnet152.")
+        if self.image_size % 32:
+            raise UserError(f"--image_size must be a multiple of 32, got {self.image_size}.")
+        if self.weights is None and not self.train_encoder:
+            raise UserError(
+                "--encoder=resnet152 needs --weights=FILE, unless it is trained along "
+                "(--train_encoder): experiments/captioning/torchvision_weights.py writes that file."
+            )
 
     def module(self, recurrent: RNN | Stack, model: ModelSettings) -> Captioner:
         if model.decoder:
@@ -104,7 +131,7 @@ class CaptioningTask(CaptioningSettings, BaseTask):
             looking = Looking(self.attention_units, field, self.detach_query)
         size = len(self.vocabulary)
         return Captioner(
-            vision=SmallEncoder(self.picture_features),
+            vision=self._vision(),
             words=TokenEncoder(self.inputs, size, model.embedding, small_uniform),
             recurrent=recurrent,
             vocabulary=size,
@@ -113,16 +140,54 @@ class CaptioningTask(CaptioningSettings, BaseTask):
             output_dropout=self.output_dropout,
         )
 
-    def example(self) -> tuple[Any, jax.Array]:
-        side = scenes.pixels(self.groups)
-        return jnp.zeros((1, side, side, 3), jnp.uint8), jnp.zeros((1, 1, 1), jnp.int32)
+    def _vision(self) -> nn.Module:
+        if self.generated:
+            return SmallEncoder(self.picture_features)
+        return resnet.ResNet() if self.train_encoder else Features()
 
-    def data(self) -> Resident:
-        return Resident(jax.jit(self._drawn_sets)())
+    def initial(self, params: Any) -> Any:
+        if not self.train_encoder or self.weights is None:
+            return params
+        weights = resnet.read_weights(self.weights, params["vision"])
+        return params | {"vision": jax.tree.map(jnp.asarray, weights)}
+
+    def trainable(self, params: Any) -> Any:
+        if not self.train_encoder:
+            return None
+        of_others = {name: jax.tree.map(lambda _: True, of) for name, of in params.items()}
+        return of_others | {"vision": resnet.trainable(params["vision"])}
+
+    def example(self) -> tuple[Any, jax.Array]:
+        pictures = jax.tree.map(
+            lambda leaf: jnp.zeros((1, *leaf.shape[1:]), leaf.dtype), self._picture_shapes(1)
+        )
+        return pictures, jnp.zeros((1, 1, 1), jnp.int32)
+
+    def _picture_shapes(self, rows: int) -> Any:
+        """What the encoder takes."""
+        if self.generated or self.train_encoder:
+            side = scenes.pixels(self.groups) if self.generated else self.image_size
+            return jax.ShapeDtypeStruct((rows, side, side, 3), jnp.uint8)
+        of = {"pooled": jax.ShapeDtypeStruct((rows, resnet.FEATURES), jnp.float16)}
+        if self.captioner == "show_attend_tell":
+            shape = (rows, regions_of(self.image_size), resnet.FEATURES)
+            of["regions"] = jax.ShapeDtypeStruct(shape, jnp.float16)
+        return of
+
+    def data(self) -> Resident | Streamed:
+        if self.evaluation == "coco" and not scoring.has_java():
+            say(scoring.NEEDS_JAVA)
+        if self.generated:
+            return Resident(jax.jit(self._drawn_sets)())
+        return PictureFiles(self)
 
     def shapes(self, rows: int) -> Any:
-        del rows
-        return jax.eval_shape(self._drawn_sets)
+        if self.generated:
+            return jax.eval_shape(self._drawn_sets)
+        captions = jax.ShapeDtypeStruct((rows, self.captions, self.steps), jnp.int32)
+        numbers = jax.ShapeDtypeStruct((rows,), jnp.int32)
+        counts = jax.ShapeDtypeStruct((rows,), jnp.bool_)
+        return Window(self._picture_shapes(rows), captions, numbers, counts)
 
     def _drawn_sets(self) -> dict[str, Window]:
         return _held_out_scenes(self.groups, self.held_out_scenes)
@@ -130,7 +195,9 @@ class CaptioningTask(CaptioningSettings, BaseTask):
     def draw(
         self, act: Apply, data: Any, stream: Any, key: jax.Array, step: jax.Array, rows: Rows
     ) -> tuple[Window, Any]:
-        del act, data
+        del act
+        if not self.generated:
+            return data, stream
         keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.fold_in(key, step)))
         drawn = jax.vmap(lambda key: scenes.draw(key, self.groups, None))(keys(rows.numbers))
         captions = drawn.captions[:, : self.captions]
@@ -180,7 +247,11 @@ class CaptioningTask(CaptioningSettings, BaseTask):
         return words
 
     def held_out(self, data: Any, devices: int) -> Mapping[str, HeldOut]:
-        return {name: _Pictures(name, len(of.numbers), devices) for name, of in data.items()}
+        del devices
+        if self.generated:
+            return {name: _Pictures(name, len(of.numbers)) for name, of in data.items()}
+        parts = self.corpus.parts
+        return {name: _Pictures(name, len(getattr(parts, name)), True) for name in _KEYS}
 
     def text(self, words: Sequence[int]) -> str:
         """Words before the end of a caption, with blanks between them."""
@@ -194,6 +265,8 @@ class CaptioningTask(CaptioningSettings, BaseTask):
     @property
     def references(self) -> list[list[str]]:
         """The captions of the pictures of both held-out sets, with blanks between their words."""
+        if not self.generated:
+            return _tokenised(self.corpus)
         drawn = _held_out_captions(self.groups, self.held_out_scenes)
         return [[self.text(caption) for caption in of] for of in drawn]
 
@@ -210,18 +283,11 @@ class CaptioningTask(CaptioningSettings, BaseTask):
 
 
 class _Pictures:
-    """A held-out set in windows of about equal size, which the devices share.
+    """A held-out set in windows; see ``held_out_first``."""
 
-    The last window begins early, with pictures that count elsewhere.
-    """
-
-    def __init__(self, name: str, pictures: int, devices: int) -> None:
-        self._name, self._pictures = name, pictures
-        devices = devices if pictures >= devices else 1
-        most = _HELD_OUT_ROWS * devices
-        windows = -(-pictures // most)
-        size = -(-pictures // (windows * devices)) * devices
-        self.rows = size if size <= pictures else size - devices
+    def __init__(self, name: str, pictures: int, streamed: bool = False) -> None:
+        self._name, self._pictures, self._streamed = name, pictures, streamed
+        _, self.rows = held_out_first(0, pictures)
         self.windows = -(-pictures // self.rows)
 
     def start(self, fresh: Fresh, data: Any, rows: Rows) -> tuple[()]:
@@ -232,11 +298,12 @@ class _Pictures:
         self, act: Apply, data: Any, stream: Any, index: jax.Array, rows: Rows
     ) -> tuple[Window, Any]:
         del act
+        if self._streamed:
+            return data, stream
         start = index * self.rows
         first = jnp.minimum(start, self._pictures - self.rows)
         window = jax.tree.map(
-            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, self.rows),
-            data[self._name],
+            lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, self.rows), data[self._name]
         )
         counts = first + jnp.arange(self.rows, dtype=first.dtype) >= start
         return rows.of(window._replace(counts=counts), 0), stream
@@ -257,3 +324,14 @@ def _held_out_scenes(groups: int, count: int) -> dict[str, Window]:
 def _held_out_captions(groups: int, count: int) -> np.ndarray:
     drawn = jax.jit(_held_out_scenes, static_argnums=(0, 1))(groups, count)
     return np.concatenate([np.asarray(of.captions) for of in drawn.values()])
+
+
+_TOKENISED: dict[int, list[list[str]]] = {}
+
+
+def _tokenised(of: Corpus) -> list[list[str]]:
+    """The captions of a published set's held-out parts, as they are scored; made once."""
+    if id(of) not in _TOKENISED:
+        pictures = [*of.parts.validation, *of.parts.test]
+        _TOKENISED[id(of)] = scoring.tokenised([one.captions for one in pictures])
+    return _TOKENISED[id(of)]

@@ -66,7 +66,22 @@ def read_texts(path: Path, split: str) -> tuple[list[str], list[int]]:
     return _taken(path, split, taken)
 
 
-def _taken(path: Path, split: str, take: Callable[[Any], _Taken]) -> _Taken:
+def read_captions(path: Path, split: str) -> tuple[Any, list[list[str]]]:
+    """The pictures of one split, as a sequence of examples whose ``"image"`` is the bytes of a
+    file, and the captions of each; for the rest see ``read``."""
+
+    def taken(source: Any) -> tuple[Any, list[list[str]]]:
+        captions = [
+            [text.decode() for text in one["captions"]["text"]] for one in _examples(source)
+        ]
+        return source, captions
+
+    return _taken(path, split, taken, undecoded=("image",))
+
+
+def _taken(
+    path: Path, split: str, take: Callable[[Any], _Taken], undecoded: tuple[str, ...] = ()
+) -> _Taken:
     try:
         import tensorflow_datasets as tfds
     except ImportError:
@@ -74,7 +89,9 @@ def _taken(path: Path, split: str, take: Callable[[Any], _Taken]) -> _Taken:
             f"{path} needs tensorflow-datasets: pip install tensorflow-datasets array_record."
         ) from None
     try:
-        return take(tfds.builder_from_directory(str(path)).as_data_source(split=split))
+        decoders = {name: tfds.decode.SkipDecoding() for name in undecoded}
+        builder = tfds.builder_from_directory(str(path))
+        return take(builder.as_data_source(split=split, decoders=decoders or None))
     except Exception as error:  # whatever it makes of a damaged or a foreign file
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(

@@ -255,6 +255,8 @@ class Learner:
         if self._data is None:
             self._data = self.task.data()
             if self._streamed:
+                if hasattr(self._data, "batched"):
+                    self._data = self._data.batched(self._batch_size)
                 self._feed = Feed(
                     self._data,
                     [seed for seed, _ in self._config.training.lanes],

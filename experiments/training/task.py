@@ -73,6 +73,8 @@ class Streamed(Protocol):
     def read_held_out(self, name: str, index: int, rows: np.ndarray) -> Any:
         """The same of a held-out set."""
 
+    # It may also have ``batched(rows) -> Streamed``: itself, for windows of so many rows.
+
 
 class HeldOut(Protocol):
     """A held-out set: windows in order, equal for all seeds and cells."""

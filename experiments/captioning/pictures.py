@@ -1,0 +1,216 @@
+"""Windows of pictures from files, as pixels or as features, with their captions.
+
+Letters: B pictures of a batch, R captions of a picture, T words of a caption and its end, L
+regions of a picture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from experiments.captioning import features, resnet
+from experiments.captioning.settings import CaptioningSettings
+from experiments.datasets import captions
+from experiments.records.reporting import say
+from experiments.settings.errors import UserError
+
+HELD_OUT_ROWS = 64  # pictures of a window at evaluation
+_TOGETHER = 16  # pictures whose features are made together
+_STRIDE = 32  # pixels of a region's side
+
+
+class Window(NamedTuple):
+    """Pictures and their captions.
+
+    Attributes:
+      pictures: what the encoder takes, ``[B, ...]``.
+      captions: int32 ``[B, R, T]``, the end from their ends on.
+      numbers: of the pictures in both held-out sets together, int32 ``[B]``.
+      counts: which pictures count, bool ``[B]``.
+    """
+
+    pictures: Any
+    captions: Any
+    numbers: Any
+    counts: Any
+
+
+class Corpus(NamedTuple):
+    """A published set, its words, and the captions of each part as numbers."""
+
+    parts: captions.Captions
+    words: list[str]
+    numbered: dict[str, list[np.ndarray]]
+
+
+@functools.lru_cache(maxsize=2)
+def corpus(
+    dataset: str, data_dir: str | None, restval: bool, min_count: int, length: int
+) -> Corpus:
+    """A published set, read once; for the arguments and errors see ``captions.read``."""
+    parts = captions.read(dataset, data_dir, restval)
+    words = captions.vocabulary(parts.train, min_count)
+    numbers = {word: number for number, word in enumerate(words)}
+    numbered = {
+        name: [captions.numbered(one, numbers, length) for one in of]
+        for name, of in parts._asdict().items()
+    }
+    return Corpus(parts, words, numbered)
+
+
+def regions_of(size: int) -> int:
+    """L, of a picture of so many pixels a side."""
+    return (size // _STRIDE) ** 2
+
+
+def held_out_first(index: int, pictures: int) -> tuple[Any, int]:
+    """The first picture of a window of a held-out set, and how many it has; the last window
+    begins early, with pictures that count elsewhere."""
+    rows = min(HELD_OUT_ROWS, pictures)
+    return np.minimum(index * rows, pictures - rows), rows
+
+
+@dataclasses.dataclass
+class PictureFiles:
+    """The windows of a run, by number.
+
+    Attributes:
+      settings: the task's.
+      batch_size: B.
+    """
+
+    settings: CaptioningSettings
+    batch_size: int = 0
+
+    def __post_init__(self) -> None:
+        of = self.settings
+        self._corpus = corpus(of.dataset, of.data_dir, of.restval, of.min_count, of.length)
+        self._all = [one for part in self._corpus.parts for one in part]
+        parts = self._corpus.parts
+        sizes = np.cumsum([0, len(parts.train), len(parts.validation)])
+        self._first = dict(zip(parts._fields, sizes.tolist(), strict=True))
+        self._threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="pictures")
+        self._order: dict[tuple[int, int], np.ndarray] = {}
+        self._cache = None if of.train_encoder else self._made_features()
+
+    def batched(self, batch_size: int) -> PictureFiles:
+        """The windows of batches of so many pictures."""
+        self.batch_size = batch_size
+        return self
+
+    def read(self, seed: int, step: int, rows: np.ndarray) -> Window:
+        """Pictures of a pass in an order of its own, a last batch that is not full left out, and
+        of each some of its captions, drawn."""
+        count = len(self._corpus.parts.train)
+        per_epoch = count // self.batch_size
+        order = self._order_of(seed, step // per_epoch)
+        numbers = order[step % per_epoch * self.batch_size + rows]
+        chosen = [
+            self._chosen(self._corpus.numbered["train"][number], (seed, step, int(row)))
+            for number, row in zip(numbers, rows, strict=True)
+        ]
+        return self._window(numbers, chosen, np.ones(len(rows), bool), numbers)
+
+    def read_held_out(self, name: str, index: int, rows: np.ndarray) -> Window:
+        """The same of a held-out set, in its order, with the first captions of each."""
+        numbered, first = self._corpus.numbered[name], self._first[name]
+        start, size = held_out_first(index, len(numbered))
+        numbers = start + rows
+        each = np.arange(self.settings.captions)
+        chosen = [numbered[number][each % len(numbered[number])] for number in numbers]
+        counts = numbers >= index * size
+        return self._window(
+            first + numbers, chosen, counts, first - self._first["validation"] + numbers
+        )
+
+    def _window(
+        self, places: Any, chosen: list[np.ndarray], counts: np.ndarray, numbers: np.ndarray
+    ) -> Window:
+        if self._cache is not None:
+            pictures: Any = self._cache.read(places)
+        else:
+            pictures = self.pixels(places)
+        return Window(pictures, np.stack(chosen), numbers.astype(np.int32), counts)
+
+    def pixels(self, places: Sequence[int]) -> np.ndarray:
+        """Pictures by their place in all parts together, uint8 ``[n, size, size, 3]``.
+
+        Raises:
+          UserError: if one is damaged.
+        """
+        size = self.settings.image_size
+        read = [self._threads.submit(captions.pixels, self._all[place], size) for place in places]
+        return np.stack([one.result() for one in read])
+
+    def _order_of(self, seed: int, epoch: int) -> np.ndarray:
+        if (seed, epoch) not in self._order:
+            self._order = {key: of for key, of in self._order.items() if key[1] >= epoch - 1}
+            count = len(self._corpus.parts.train)
+            self._order[seed, epoch] = np.random.default_rng((seed, epoch)).permutation(count)
+        return self._order[seed, epoch]
+
+    def _chosen(self, rows: np.ndarray, key: tuple[int, int, int]) -> np.ndarray:
+        """Some captions of a picture ``[R, T]``; where it has too few, some come twice."""
+        each = self.settings.captions
+        return rows[np.random.default_rng(key).choice(len(rows), each, replace=len(rows) < each)]
+
+    def _made_features(self) -> features.Cache:
+        """The features of all pictures, made where they are missing."""
+        of = self.settings
+        assert of.weights is not None
+        keeps_regions = of.captioner == "show_attend_tell"
+        regions = regions_of(of.image_size) if keeps_regions else 0
+        path = features.directory(
+            _digest_of_file(of.weights), self._digest(), str(of.image_size), str(regions)
+        )
+        cache = features.Cache(path, len(self._all), regions, resnet.FEATURES)
+        if cache.missing():
+            params = resnet.read_weights(of.weights, resnet.parameter_shapes(of.image_size))
+            cache.fill(functools.partial(self._make, _encoder(), params), say)
+        return cache
+
+    def _make(
+        self, encode: Any, params: Any, numbers: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        pooled, regions = [], []
+        for start in range(0, len(numbers), _TOGETHER):
+            places = list(numbers[start : start + _TOGETHER])
+            full = places + places[-1:] * (_TOGETHER - len(places))  # one compilation
+            seen = jax.device_get(encode(params, self.pixels(full)))
+            pooled.append(seen.pooled[: len(places)])
+            regions.append(seen.regions[: len(places)])
+        return np.concatenate(pooled), np.concatenate(regions)
+
+    def _digest(self) -> str:
+        """Of the pictures: another file of the same name is another picture."""
+        digest = hashlib.sha256()
+        for one in self._all:
+            line = str(one.source)
+            if isinstance(one.source, Path):
+                there = one.source.stat()
+                line = f"{one.source.name} {there.st_size} {there.st_mtime_ns}"
+            digest.update(f"{line}\n".encode())
+        return digest.hexdigest()
+
+
+def _encoder() -> Any:
+    encoder = resnet.ResNet()
+    return jax.jit(lambda params, pictures: encoder.apply({"params": params}, pictures))
+
+
+def _digest_of_file(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"--weights={path} cannot be read: {error.strerror}.") from None

@@ -1,0 +1,582 @@
+"""Captions: scenes and their sentences, decoders, the attention's gradient, masks, scores."""
+
+import builtins
+import collections
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.captioning import scenes, scoring
+from experiments.captioning.attention import AttendingCell, around_state
+from experiments.captioning.decoding import beam_search, greedy
+from experiments.captioning.model import END
+from experiments.captioning.settings import CAPTIONING
+from experiments.settings.errors import UserError
+from experiments.settings.resolver import resolve
+from experiments.training import loop
+from experiments.training.learner import Learner
+from recurrent_gates import LSTM, Detach, unroll
+from tests.experiments.probes.support import StopAfter
+from tests.experiments.support import assert_same_bits, leaves
+
+TINY = {
+    "hidden_size": 7,
+    "embedding": 5,
+    "picture_features": 6,
+    "attention_units": 4,
+    "held_out_scenes": 9,
+    "batch_size": 4,
+    "captions": 2,
+    "steps": 4,
+    "eval_every": 2,
+}
+ATTENDING = {"captioner": "show_attend_tell"}
+
+
+def config(**settings):
+    names = {**TINY, **settings}
+    if names.get("captioner") != "show_attend_tell":
+        names.pop("attention_units")
+    return resolve(CAPTIONING, "small", names)
+
+
+# Scenes
+
+
+def drawn(groups, part, count):
+    """Groups and scenes, drawn with the same keys."""
+    keys = jax.random.split(jax.random.key(3), count)
+    of_groups = jax.vmap(lambda key: scenes.draw_groups(jax.random.split(key, 3)[0], groups, part))
+    scene = jax.vmap(lambda key: scenes.draw(key, groups, part))
+    return jax.device_get(jax.jit(of_groups)(keys)), jax.device_get(jax.jit(scene)(keys))
+
+
+PLURALS = {"circles": "circle", "squares": "square", "triangles": "triangle", "crosses": "cross"}
+
+
+def parsed(caption):
+    """What a person takes from a caption: groups of (count, colour, shape), relations between."""
+    words = [scenes.WORDS[word] for word in caption if word]
+    assert 0 not in caption[: len(words)]
+    groups, relations, verbs = [], [], []
+    for at, word in enumerate(words):
+        if word in scenes.COLOURS:
+            number, shape = scenes.NUMBERS.index(words[at - 1]), words[at + 1]
+            assert (shape in PLURALS) == bool(number)
+            groups.append((number, word, PLURALS.get(shape, shape)))
+        elif word in ("left", "right", "above", "below", "over", "under"):
+            relations.append({"over": "above", "under": "below"}.get(word, word))
+        elif word in ("is", "are"):
+            verbs.append((word, len(groups) - (words[at - 1] != "there")))
+    assert all((verb == "are") == bool(groups[owner][0]) for verb, owner in verbs)
+    return groups, relations
+
+
+OPPOSITE = {"left": "right", "right": "left", "above": "below", "below": "above"}
+
+
+def combinations(groups, relations):
+    """(colour, shape, relation) of each group."""
+    made = [set() for _ in groups]
+    for at, relation in enumerate(relations):
+        made[at].add((*groups[at][1:], relation))
+        made[at + 1].add((*groups[at + 1][1:], OPPOSITE[relation]))
+    return made
+
+
+@pytest.mark.parametrize("groups", [2, 5])
+def test_captions_are_true(groups):
+    truth, drawn_scenes = drawn(groups, None, 40)
+    lengths = set()
+    for number, captions in enumerate(drawn_scenes.captions):
+        assert len({tuple(caption) for caption in captions}) == scenes.REFERENCES
+        cells = truth.cells[number]
+        chain = [
+            (int(count), scenes.COLOURS[colour], scenes.SHAPES[shape])
+            for count, colour, shape in zip(
+                truth.counts[number], truth.colours[number], truth.shapes[number], strict=True
+            )
+        ]
+        relations = []
+        for (row, column), (next_row, next_column) in itertools.pairwise(cells.tolist()):
+            assert abs(row - next_row) + abs(column - next_column) == 1
+            across = "left" if column < next_column else "right"
+            down = "above" if row < next_row else "below"
+            relations.append(across if row == next_row else down)
+        backwards = [OPPOSITE[relation] for relation in relations[::-1]]
+        for caption in captions:
+            assert parsed(caption) in [(chain, relations), (chain[::-1], backwards)]
+            lengths.add(int((caption != END).sum()))
+    assert drawn_scenes.captions.shape[-1] == scenes.longest(groups) == 20 + 9 * (groups - 2)
+    assert max(lengths) == scenes.longest(groups) - 1
+
+
+def test_pictures_show_their_scenes():
+    """Each cell has as many places of its group's colour as it has shapes, and the rest is dark."""
+    truth, drawn_scenes = drawn(3, None, 40)
+    colours = np.array(scenes._RGB, float)
+    for number, picture in enumerate(drawn_scenes.pictures):
+        places = picture.reshape(4, 8, 4, 8, 3).transpose(0, 2, 1, 3, 4).reshape(4, 4, 64, 3)
+        bright = np.abs(places.astype(float)[..., None, :] - colours).max(-1) < 40
+        pixels = bright.sum(axis=2)  # [4, 4, colours]
+        seen = pixels.max(-1) >= 10
+        expected = np.zeros((4, 4), int)
+        for (row, column), count, colour in zip(
+            truth.cells[number], truth.counts[number], truth.colours[number], strict=True
+        ):
+            cell = np.s_[2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
+            assert seen[cell].sum() == count + 1
+            assert (pixels[cell].argmax(-1)[seen[cell]] == colour).all()
+            expected[cell] = 1
+        assert not seen[expected == 0].any()
+
+
+def test_shapes_differ():
+    """A square fills more of its place than a circle, that more than a cross and a triangle."""
+    truth, drawn_scenes = drawn(2, None, 400)
+    filled = collections.defaultdict(list)
+    for number, picture in enumerate(drawn_scenes.pictures):
+        for (row, column), count, shape in zip(
+            truth.cells[number], truth.counts[number], truth.shapes[number], strict=True
+        ):
+            cell = picture[16 * row : 16 * row + 16, 16 * column : 16 * column + 16]
+            filled[scenes.SHAPES[shape]].append((cell.max(-1) > 150).sum() / (count + 1))
+    means = {shape: np.mean(of) for shape, of in filled.items()}
+    assert means["circle"] > means["square"] + 1
+    assert means["square"] > means["triangle"] + 1
+    assert means["triangle"] > means["cross"] - 4
+    assert len({round(mean) for mean in means.values()}) == 4
+
+
+@pytest.mark.parametrize("part", scenes.HELD_OUT)
+@pytest.mark.parametrize("groups", [2, 4])
+def test_what_is_held_out_is_in_no_training_scene(groups, part):
+    def made(of, count):
+        _, drawn_scenes = drawn(groups, of, count)
+        return [combinations(*parsed(of_scene[0])) for of_scene in drawn_scenes.captions]
+
+    trained = set().union(*(one for of in made(None, 3000) for one in of))
+    assert len(trained) == 4 * 24 - 16  # all of them are met
+    for of_groups in made(part, 60):
+        assert all(one - trained for one in of_groups)
+
+
+# Decoding
+
+WORDS, STEPS = 4, 5
+
+
+def toy(seed):
+    """A model of four words whose carry is all that came before: random tables by step."""
+    tables = np.random.default_rng(seed).normal(size=(2, STEPS, WORDS**STEPS, WORDS)) * 2
+    log_p = jax.nn.log_softmax(jnp.asarray(tables, jnp.float32))
+
+    def follow(carry, words):
+        row, time, before = carry
+        before = jnp.where(time == 0, 0, before * WORDS + words)
+        return (row, time + 1, before), log_p[row, time, before]
+
+    def start(each):
+        row = jnp.repeat(jnp.arange(2), each)
+        return row, jnp.zeros_like(row), jnp.zeros_like(row)
+
+    return follow, start, np.asarray(log_p, np.float64)
+
+
+def sentences():
+    """Every sentence: it ends with word 0, or has five words."""
+    for size in range(1, STEPS + 1):
+        for words in itertools.product(range(WORDS), repeat=size):
+            if END not in words[:-1] and (words[-1] == END or size == STEPS):
+                yield words
+
+
+def log_probability(log_p, row, words):
+    before, total = 0, 0.0
+    for time, word in enumerate(words):
+        total += log_p[row, time, before, word]
+        before = before * WORDS + word
+    return total
+
+
+@pytest.mark.parametrize("power", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wide_beam_is_brute_force(seed, power):
+    follow, start, log_p = toy(seed)
+    width = 3**4  # as many beginnings as there can be
+    words, scores = jax.jit(
+        lambda: beam_search(
+            follow, start(width), rows=2, width=width, steps=STEPS, end=END, length_power=power
+        )
+    )()
+    for row in range(2):
+        by_score = {
+            one: log_probability(log_p, row, one) / len(one) ** power for one in sentences()
+        }
+        best = max(by_score, key=by_score.get)
+        np.testing.assert_allclose(scores[row], by_score[best], rtol=1e-5)
+        assert tuple(words[row].tolist()) == best + (END,) * (STEPS - len(best))
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_a_narrow_beam_by_hand(width):
+    """Lists and sorting: K beginnings go on, the best that has ended is kept."""
+    follow, start, log_p = toy(7)
+    words, scores = beam_search(follow, start(width), rows=2, width=width, steps=STEPS, end=END)
+    for row in range(2):
+        open_, ended = [()], []
+        for time in range(STEPS):
+            longer = [(*one, word) for one in open_ for word in range(WORDS)]
+            longer.sort(key=lambda one, row=row: -log_probability(log_p, row, one))
+            ended += [one for one in longer if one[-1] == END or time == STEPS - 1]
+            open_ = [one for one in longer if one[-1] != END][:width]
+        best = max(ended, key=lambda one, row=row: log_probability(log_p, row, one))
+        np.testing.assert_allclose(scores[row], log_probability(log_p, row, best), rtol=1e-5)
+        assert tuple(words[row].tolist()) == best + (END,) * (STEPS - len(best))
+
+
+def test_greedy_takes_the_likeliest_word():
+    follow, start, log_p = toy(5)
+    words = greedy(follow, start(1), 2, STEPS, END)
+    for row in range(2):
+        said = []
+        while len(said) < STEPS and END not in said:
+            before = 0
+            for word in said:
+                before = before * WORDS + word
+            said.append(int(log_p[row, len(said), before].argmax()))
+        assert words[row].tolist() == said + [END] * (STEPS - len(said))
+
+
+# The attention
+
+
+def attending(seed=0, steps=6, rows=4, pictures=2, regions=3):
+    """An attending LSTM, its parameters, words and a first carry, in float32."""
+    rng = np.random.default_rng(seed)
+    cell = LSTM(5)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    params = {
+        "cell": cell.init_params(jax.random.key(seed), 3 + 4),
+        "query": normal(5, 6),
+        "score": normal(6),
+        "keys": normal(pictures, regions, 6),
+        "regions": normal(pictures, regions, 4),
+    }
+    outer = AttendingCell(cell, "h", regions)
+    carry = outer.initial((rows,))
+    state = jax.tree.map(lambda leaf: normal(*leaf.shape) / 2, carry.state)
+    return outer, params, normal(steps, rows, 3), carry._replace(state=state, query=state.h)
+
+
+def by_hand(params, words, state, detached, detach_query):
+    """Xu et al., Eqs. (4), (5) and (13), and the LSTM, word by word and picture by picture."""
+    c, h = state
+    kernel, recurrent, bias = (
+        params["cell"][name] for name in ("kernel", "recurrent_kernel", "bias")
+    )
+    outputs, looks = [], []
+    for word, stops in zip(words, detached, strict=True):
+        fed_back = jax.lax.stop_gradient(h) if stops else h
+        asks = fed_back if detach_query else h
+        contexts, weights = [], []
+        for row in range(len(word)):
+            picture = row // (len(word) // len(params["keys"]))
+            energies = jnp.stack(
+                [
+                    jnp.tanh(key + asks[row] @ params["query"]) @ params["score"]
+                    for key in params["keys"][picture]
+                ]
+            )
+            alpha = jnp.exp(energies) / jnp.exp(energies).sum()
+            contexts.append(alpha @ params["regions"][picture])
+            weights.append(alpha)
+        x = jnp.concatenate([word, jnp.stack(contexts)], axis=-1)
+        before = {s: x @ kernel[s] + fed_back @ recurrent[s] + bias[s][None] for s in kernel}
+        sigmoid = jax.nn.sigmoid
+        f, i, o = (sigmoid(before[s]) for s in ("f", "i", "o"))
+        c = f * c + i * jnp.tanh(before["u"])
+        h = o * jnp.tanh(c)
+        outputs.append(h)
+        looks.append(jnp.stack(weights))
+    return jnp.stack(outputs), jnp.stack(looks)
+
+
+@pytest.mark.parametrize("detach_query", [False, True])
+def test_attention_and_h_detach_by_hand(detach_query):
+    """Values, and the gradients of both paths of h: through the cell alone, or both, cut off."""
+    outer, params, words, carry = attending()
+    detached = jnp.array([False, True, True, False, True, False])
+    fns, noise = around_state([Detach(0.5)], [detached], "h", detach_query)
+    probe = jnp.asarray(np.random.default_rng(1).normal(size=(6, 4, 5)), jnp.float32)
+    of_look = probe[..., :3]
+
+    def library(params):
+        _, (ys, weights) = unroll(outer, params, words, carry, carry_fns=fns, noise=noise)
+        return (ys * probe).sum() + (weights * of_look).sum(), (ys, weights)
+
+    def reference(params):
+        ys, weights = by_hand(params, words, carry.state, detached.tolist(), detach_query)
+        return (ys * probe).sum() + (weights * of_look).sum(), (ys, weights)
+
+    found, values = jax.jit(jax.grad(library, has_aux=True))(params)
+    expected, true_values = jax.jit(jax.grad(reference, has_aux=True))(params)
+    for a, b in zip(values, true_values, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+        assert np.abs(b).max() > 1e-3
+
+
+# The whole model
+
+
+@pytest.fixture(scope="module", params=[{}, ATTENDING], ids=["tell", "attend"])
+def learner(request):
+    """A learner that can score, and its first parameters."""
+    made = Learner(config(**request.param, doubly_stochastic=0.5) if request.param else config())
+    made.load()
+    return made, made.initial().params
+
+
+def window(task, count, seed=0):
+    rows = type("Rows", (), {"numbers": jnp.arange(count, dtype=jnp.int32), "count": count})
+    return task.draw(None, None, (), jax.random.key(seed), jnp.int32(0), rows)[0]
+
+
+def test_padding_changes_no_loss_and_no_gradient(learner):
+    """Three more steps behind the ends, and a picture that does not count."""
+    learner, params = learner
+    task = learner.task
+    plain = window(task, 3)
+    longer = plain._replace(captions=jnp.pad(plain.captions, ((0, 0), (0, 0), (0, 3))))
+    more = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf[:1]]), plain)
+    more = more._replace(counts=jnp.array([True, True, True, False]))
+
+    @jax.jit
+    def loss(params, window):
+        total, weight = task.loss(learner.apply, params, window, (), True).loss
+        return total / weight
+
+    expected = jax.value_and_grad(loss)(params, plain)
+    for other in (longer, more):
+        found = jax.value_and_grad(loss)(params, other)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    for part in ("head", "recurrent", "vision", "words", "begin"):
+        assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected[1][part])) > 0
+
+
+def test_what_is_said_is_what_is_scored(learner):
+    """Word by word, the carry of ``follow`` gives the log-probabilities of the whole caption."""
+    learner, params = learner
+    task = learner.task
+    batch = window(task, 3)
+    caption = batch.captions[:, :1]
+    said = learner.apply(params, batch.pictures, caption).log_p[:, 0]
+    memory, carry = learner.apply(params, batch.pictures, 1, method="start")
+    words = jnp.full(3, END, jnp.int32)
+    for time in range(6):
+        carry, log_p = learner.apply(params, memory, words, carry, method="follow")
+        np.testing.assert_allclose(log_p, said[:, time], rtol=2e-5, atol=1e-6)
+        words = caption[:, 0, time]
+
+
+def test_a_beam_scores_at_least_what_is_greedy(learner):
+    learner, params = learner
+    batch = window(learner.task, 4)
+
+    def score(task):
+        words = jax.jit(lambda: task.say(learner.apply, params, batch.pictures, 4))()
+        said = learner.apply(params, batch.pictures, words[:, None]).log_p[:, 0]
+        chosen = jnp.take_along_axis(said, words[..., None], axis=-1)[..., 0]
+        counted = np.cumsum(np.asarray(words) == END, axis=1) - (np.asarray(words) == END) == 0
+        return np.where(counted, chosen, 0).sum(axis=1)
+
+    wide = score(dataclasses.replace(learner.task, beam=4))
+    assert (wide >= score(learner.task) - 1e-4).all()
+
+
+def test_a_blind_decoder_sees_nothing():
+    made = Learner(config(blind=True))
+    made.load()
+    batch = window(made.task, 3)
+    params = made.initial().params
+    said = made.apply(params, batch.pictures, batch.captions[:1].repeat(3, axis=0)).log_p
+    np.testing.assert_array_equal(said[0], said[1])
+    seeing = Learner(config())
+    seeing.load()
+    said = seeing.apply(params, batch.pictures, batch.captions[:1].repeat(3, axis=0)).log_p
+    assert np.abs(said[0] - said[1]).max() > 1e-4
+
+
+def test_held_out_scores_count_each_picture_once(learner):
+    """Nine pictures in windows: the loss is that of all at once."""
+    learner, params = learner
+    task = learner.task
+    parts = learner.data
+    whole = parts["test"]
+    total, weight = task.loss(learner.apply, params, whole, (), False).sums["loss"]
+    state = learner.initial()._replace(params=params, best=None)
+    scores = learner.final_scores(state)
+    np.testing.assert_allclose(scores["loss"], total / weight, rtol=1e-5)
+    said = jax.jit(lambda: task.say(learner.apply, params, whole.pictures, 9))()
+    truth = [[task.text(one) for one in of] for of in np.asarray(whole.captions)]
+    expected = plain_bleu([task.text(words) for words in said.tolist()], truth)
+    np.testing.assert_allclose(scores["bleu_1"], expected[0], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("settings", [{"seeds": 3}, {**ATTENDING, "detach_prob": 0.4}])
+def test_a_stopped_run_ends_with_the_same_bits(tmp_path, settings, monkeypatch):
+    run = config(**settings)
+    loop.run(run, tmp_path / "whole")
+    with monkeypatch.context() as context:
+        context.setattr(loop, "stopping", StopAfter(3))
+        assert loop.run(run, tmp_path / "stopped") is None
+    loop.run(run, tmp_path / "stopped")
+    assert_same_bits(leaves(tmp_path / "stopped", 4), leaves(tmp_path / "whole", 4))
+    rows = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "stopped")]
+    assert rows[0] == rows[1]
+
+
+# Scores
+
+
+def plain_bleu(said, references):
+    """Corpus BLEU of one to four words (Papineni et al., 2002), closest reference lengths."""
+    scores, product = [], 1.0
+    length = truth = 0
+    for order in range(1, 5):
+        right = total = 0
+        for caption, of in zip(said, references, strict=True):
+            words = caption.split()
+            counts = collections.Counter(zip(*(words[at:] for at in range(order)), strict=False))
+            most = collections.Counter()
+            for reference in of:
+                these = reference.split()
+                most |= collections.Counter(zip(*(these[at:] for at in range(order)), strict=False))
+            right += sum((counts & most).values())
+            total += sum(counts.values())
+            if order == 1:
+                length += len(words)
+                sizes = [len(reference.split()) for reference in of]
+                truth += min(sizes, key=lambda size: (abs(size - len(words)), size))
+        product *= right / total if total else 0
+        brevity = min(1.0, math.exp(1 - truth / length)) if length else 0
+        scores.append(brevity * product ** (1 / order))
+    return scores
+
+
+def random_sets(seed, count):
+    """Sets of captions with one to six references, of few words, so that many match."""
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        words = rng.choice(list("abcdefgh"), size=8, replace=False)
+
+        def sentence(rng=rng, words=words):
+            return " ".join(rng.choice(words[: rng.integers(2, 8)], size=rng.integers(4, 13)))
+
+        pictures = rng.integers(2, 12)
+        references = [[sentence() for _ in range(rng.integers(1, 7))] for _ in range(pictures)]
+        said = [str(rng.choice(of)) if rng.random() < 0.4 else sentence() for of in references]
+        yield said, references
+
+
+def test_bleu_by_hand():
+    for said, references in random_sets(0, 30):
+        found = scoring.bleu(said, references)
+        expected = plain_bleu(said, references)
+        np.testing.assert_allclose(
+            [found[f"bleu_{order}"] for order in range(1, 5)], expected, atol=1e-7
+        )
+
+
+def test_captions_in_plain_words():
+    assert scoring.tokens("A man's  dog, running!  (2 of THEM)") == [
+        "a", "man's", "dog", "running", "2", "of", "them",
+    ]  # fmt: skip
+
+
+def test_what_is_not_installed_is_one_sentence(monkeypatch):
+    plain = builtins.__import__
+
+    def without(name, *rest):
+        if name.partition(".")[0] in ("sacrebleu", "pycocoevalcap"):
+            raise ImportError(name)
+        return plain(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match=r"^BLEU needs sacrebleu: pip install sacrebleu\.$"):
+        scoring.bleu(["a"], [["a"]])
+    monkeypatch.setattr(scoring, "has_coco", lambda: False)
+    with pytest.raises(UserError, match=r"^CIDEr-D[^\n]*pip install pycocoevalcap[^\n]*$"):
+        scoring.coco(["a"], [["a"]])
+    with pytest.raises(UserError, match="pip install pycocoevalcap"):
+        config(evaluation="coco")
+
+
+def test_without_java_meteor_is_left_out(monkeypatch, capsys):
+    monkeypatch.setattr(scoring, "has_java", lambda: False)
+    monkeypatch.setattr(scoring, "has_coco", lambda: True)
+    run = config(evaluation="coco")
+    names = [metric.name for metric in run.task.metrics]
+    assert names[0] == "cider"
+    assert "rouge_l" in names
+    assert "meteor" not in names
+    run.task.data()
+    assert capsys.readouterr().out.count("need Java") == 1
+    monkeypatch.setattr(scoring, "has_java", lambda: True)
+    assert "meteor" in [metric.name for metric in run.task.metrics]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"decoder": (4,)}, "--decoder is not for captioning"),
+        ({"captions": 6}, "--captions is at most 5"),
+        ({"encoder": "resnet152"}, "--encoder=resnet152 is for pictures from files"),
+        ({"beam": 1, "length_power": 1.0}, "--length_power has no effect with --beam=1"),
+        ({"detach_query": True}, "--detach_query has no effect"),
+        ({"data_dir": "."}, "--data_dir has no effect"),
+        ({**ATTENDING, "layers": 2}, "--captioner=show_attend_tell is for --layers=1"),
+        ({"dataset": "coco", "picture_features": 6}, "--picture_features has no effect"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(settings, sentence):
+    with pytest.raises(UserError, match=r"^[^\n]*$") as refusal:
+        Learner(config(**settings))
+    assert sentence in str(refusal.value)
+
+
+@pytest.mark.extras
+def test_bleu_is_that_of_coco():
+    """1,000 sets; needs pycocoevalcap."""
+    from pycocoevalcap.bleu.bleu import Bleu
+
+    worst = 0.0
+    for said, references in random_sets(1, 1000):
+        truth = dict(enumerate(references))
+        theirs, _ = Bleu(4).compute_score(truth, {at: [one] for at, one in enumerate(said)}, 0)
+        ours = scoring.bleu(said, references)
+        worst = max(worst, *(abs(ours[f"bleu_{n}"] - theirs[n - 1]) for n in range(1, 5)))
+    assert worst < 1e-6
+
+
+@pytest.mark.extras
+def test_every_score_of_coco():
+    """Captions that are right score the most; needs pycocoevalcap and Java."""
+    references = scoring.tokenised([["A dog runs.", "The dog is running!"], ["Two cats sit."]])
+    assert references == [["a dog runs", "the dog is running"], ["two cats sit"]]
+    right = scoring.coco(["a dog runs", "two cats sit"], references)
+    wrong = scoring.coco(["a cat sits on it", "one dog"], references)
+    assert right["rouge_l"] == pytest.approx(1)
+    assert right["meteor"] == pytest.approx(1)
+    assert all(right[name] > wrong[name] for name in ("bleu_4", "cider", "rouge_l", "meteor"))

@@ -1,0 +1,450 @@
+"""Pictures from files: COCO's and Flickr8k's folders, damage, kept features, ResNet's parts."""
+
+import json
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from experiments.captioning import features, pictures, resnet
+from experiments.captioning.features import Cache
+from experiments.captioning.model import END
+from experiments.captioning.settings import CAPTIONING
+from experiments.datasets import captions
+from experiments.settings.errors import UserError
+from experiments.settings.resolver import resolve
+from experiments.training.learner import Learner
+from tests.experiments.support import ROOT, environment
+
+PARTS = {"train": 12, "val": 4, "test": 4}  # 20 pictures
+
+
+def picture(path, number):
+    """A JPEG of one colour that its number decides."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (40 + number, 30), (12 * number, 255 - 12 * number, 60)).save(path)
+
+
+def spoken(number):
+    """Two captions; the last word of the first is the picture's own."""
+    return [f"A big Dog runs, no. {number}", "the dog isn't here!"]
+
+
+def coco(folder):
+    """COCO's layout: Karpathy's file and two folders."""
+    images = []
+    splits = [split for split, count in PARTS.items() for _ in range(count)]
+    for number, split in enumerate(splits):
+        split = "restval" if number in (10, 11) else split
+        place = "train2014" if split == "train" else "val2014"
+        name = f"COCO_{place}_{number:012d}.jpg"
+        picture(folder / place / name, number)
+        sentences = [{"raw": raw, "tokens": list(captions.words_of(raw))} for raw in spoken(number)]
+        image = {"filepath": place, "filename": name, "split": split, "sentences": sentences}
+        images.append(image)
+    (folder / "dataset_coco.json").write_text(json.dumps({"images": images, "dataset": "coco"}))
+    return folder
+
+
+def flickr8k(folder):
+    """Flickr8k's layout: a file of captions, three lists, a folder."""
+    lines, number = [], 0
+    for part, count in zip(("train", "dev", "test"), PARTS.values(), strict=True):
+        names = [f"{number + at}_abc.jpg" for at in range(count)]
+        for name in names:
+            picture(folder / "Flicker8k_Dataset" / name, number)
+            lines += [f"{name}#{at}\t{text}" for at, text in enumerate(spoken(number))]
+            number += 1
+        (folder / f"Flickr_8k.{part}Images.txt").write_text("\n".join(names) + "\n")
+    lines.append("never_listed.jpg#0\tA caption of a picture that no list names .")
+    (folder / "Flickr8k.token.txt").write_text("\n".join(lines))
+    return folder
+
+
+MAKERS = {"coco": coco, "flickr8k": flickr8k}
+
+
+@pytest.fixture(autouse=True)
+def no_prepared_sets(tmp_path, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "prepared"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    pictures.corpus.cache_clear()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_twenty_pictures(name, tmp_path):
+    MAKERS[name](tmp_path)
+    parts = captions.read(name, str(tmp_path))
+    assert [len(part) for part in parts] == list(PARTS.values())
+    for number, one in enumerate([one for part in parts for one in part]):
+        assert one.captions == tuple(spoken(number))
+        assert one.words[0] == ("a", "big", "dog", "runs", "no", str(number))
+        assert one.words[1] == ("the", "dog", "isn't", "here")
+        pixels = captions.pixels(one, 32)
+        assert pixels.shape == (32, 32, 3)
+        np.testing.assert_allclose(
+            pixels.mean((0, 1)), [12 * number, 255 - 12 * number, 60], atol=3
+        )
+    if name == "coco":
+        assert len(captions.read(name, str(tmp_path), restval=False).train) == 10
+
+
+def test_words_by_frequency(tmp_path):
+    parts = captions.read("flickr8k", str(flickr8k(tmp_path)))
+    words = captions.vocabulary(parts.train, 5)
+    assert words == ["", "<unknown>", "dog", "a", "big", "here", "isn't", "no", "runs", "the"]
+    numbers = {word: at for at, word in enumerate(words)}
+    rows = captions.numbered(parts.test[0], numbers, 5)
+    assert rows.tolist() == [[3, 4, 2, 8, 7, END], [9, 2, 6, 5, END, END]]  # the sixth is cut
+    assert captions.numbered(parts.test[0], numbers, 7)[0, 5] == captions.UNKNOWN
+
+
+def edited(change):
+    def edit(folder):
+        path = folder / "dataset_coco.json"
+        content = json.loads(path.read_text())
+        change(content["images"])
+        path.write_text(json.dumps(content))
+
+    return edit
+
+
+def remove(name):
+    return lambda folder: next(folder.rglob(name)).unlink()
+
+
+def write(name, content):
+    return lambda folder: next(folder.rglob(name)).write_bytes(content)
+
+
+DAMAGE = [
+    ("coco", write("dataset_coco.json", b'{"images": ['), r"dataset_coco.json is damaged at byte"),
+    ("coco", write("dataset_coco.json", b"\xff"), r"dataset_coco.json is damaged at byte 0"),
+    ("coco", write("dataset_coco.json", b"[]"), r"is not Karpathy's split"),
+    ("coco", edited(lambda of: of[3].update(sentences=[])), r"0003.jpg has no captions"),
+    ("coco", edited(lambda of: of[3].update(split="more")), r"0003.jpg has the split 'more'"),
+    ("coco", edited(lambda of: of[3].update(filepath="..")), r"'\.\.' is no name of a file"),
+    ("coco", edited(lambda of: of[3].pop("filename")), r"KeyError 'filename'"),
+    ("coco", edited(lambda of: of.clear()), r"no pictures of the train part"),
+    ("coco", remove("COCO_train2014_000000000004.jpg"), r"0004.jpg, and there is no such picture"),
+    ("flickr8k", remove("4_abc.jpg"), r"names .*4_abc.jpg, and there is no such picture"),
+    ("flickr8k", remove("Flickr_8k.devImages.txt"), r"Flickr_8k.devImages.txt is missing"),
+    (
+        "flickr8k",
+        write("Flickr_8k.testImages.txt", b"16_abc.jpg other.jpg"),
+        r"Flickr8k.token.txt has no captions of other.jpg, which is in Flickr_8k.testImages",
+    ),
+    ("flickr8k", write("Flickr8k.token.txt", b"1_abc.jpg#0 a\n"), r"Flickr8k.token.txt, line 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "sentence"), DAMAGE)
+def test_bad_folders_are_one_sentence(name, damage, sentence, tmp_path):
+    damage(MAKERS[name](tmp_path))
+    with pytest.raises(UserError, match=r"^[^\n]*$") as refusal:
+        captions.read(name, str(tmp_path))
+    assert refusal.match(sentence)
+
+
+@pytest.mark.parametrize("content", [b"", b"no picture", None])
+def test_damaged_pictures_are_one_sentence(content, tmp_path):
+    one = captions.read("coco", str(coco(tmp_path))).train[2]
+    one.source.write_bytes(one.source.read_bytes()[:300] if content is None else content)
+    with pytest.raises(UserError, match=r"^[^\n]*0002\.jpg is damaged: [^\n]*\.$") as refusal:
+        captions.pixels(one, 32)
+    assert "0x" not in str(refusal.value)
+
+
+def test_missing_sets_are_one_sentence(tmp_path):
+    for name, word in (("coco", "dataset_coco.json"), ("flickr8k", "Flickr8k.token.txt")):
+        for data_dir in (None, str(tmp_path)):
+            with pytest.raises(UserError, match=rf"^[^\n]* is not [^\n]*{word}[^\n]*$"):
+                captions.read(name, data_dir)
+    with pytest.raises(UserError, match="is no directory"):
+        captions.read("coco", str(tmp_path / "none"))
+
+
+# ResNet
+
+SMALL = (1, 1, 1, 1)
+
+
+def random_weights(path, blocks, size=32, seed=0):
+    """A safetensors file of random weights and statistics, with torch's names."""
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for module, of in resnet.parameter_shapes(size, blocks).items():
+        for leaf, shape in of.items():
+            drawn = rng.normal(size=shape.shape) / np.sqrt(max(1, np.prod(shape.shape[1:])))
+            if leaf == "running_var" or (leaf == "weight" and len(shape.shape) == 1):
+                drawn = 0.5 + rng.uniform(size=shape.shape)
+            weights[f"{module.replace(' ', '.')}.{leaf}"] = drawn.astype(np.float32)
+    weights["fc.weight"] = np.zeros((1000, resnet.FEATURES), np.float32)
+    save_file(weights, path)
+    return weights
+
+
+def plain_resnet(weights, image, blocks):
+    """He et al.'s network in NumPy, of one picture ``[S, S, 3]`` in [0, 255]."""
+
+    def convolved(x, name, stride=1):
+        kernel = weights[f"{name}.weight"]
+        size, around = kernel.shape[2], kernel.shape[2] // 2
+        x = np.pad(x, ((0, 0), (around, around), (around, around)))
+        windows = np.lib.stride_tricks.sliding_window_view(x, (size, size), axis=(1, 2))
+        return np.einsum("chwij,ocij->ohw", windows[:, ::stride, ::stride], kernel)
+
+    def normalised(x, name):
+        of = {leaf: weights[f"{name}.{leaf}"][:, None, None] for leaf in
+              ("weight", "bias", "running_mean", "running_var")}  # fmt: skip
+        x = (x - of["running_mean"]) / np.sqrt(of["running_var"] + 1e-5)
+        return x * of["weight"] + of["bias"]
+
+    mean, deviation = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    x = ((image / 255 - mean) / deviation).transpose(2, 0, 1)
+    x = np.maximum(normalised(convolved(x, "conv1", 2), "bn1"), 0)
+    x = np.pad(x, ((0, 0), (1, 1), (1, 1)), constant_values=-np.inf)
+    x = np.lib.stride_tricks.sliding_window_view(x, (3, 3), axis=(1, 2))[:, ::2, ::2].max((3, 4))
+    for stage, count in enumerate(blocks, start=1):
+        for block in range(count):
+            name, stride = f"layer{stage}.{block}", 2 if stage > 1 and block == 0 else 1
+            y = np.maximum(normalised(convolved(x, f"{name}.conv1"), f"{name}.bn1"), 0)
+            y = np.maximum(normalised(convolved(y, f"{name}.conv2", stride), f"{name}.bn2"), 0)
+            y = normalised(convolved(y, f"{name}.conv3"), f"{name}.bn3")
+            if f"{name}.downsample.0.weight" in weights:
+                x = normalised(convolved(x, f"{name}.downsample.0", stride), f"{name}.downsample.1")
+            x = np.maximum(x + y, 0)
+    return x.reshape(len(x), -1).T
+
+
+def test_a_small_resnet_is_plain_numpy(tmp_path):
+    blocks = (2, 1, 1, 1)
+    weights = random_weights(tmp_path / "w.safetensors", blocks)
+    params = resnet.read_weights(tmp_path / "w.safetensors", resnet.parameter_shapes(64, blocks))
+    images = np.random.default_rng(1).integers(0, 256, (1, 64, 64, 3), dtype=np.uint8)
+    seen = jax.jit(lambda images: resnet.ResNet(blocks).apply({"params": params}, images))(images)
+    expected = plain_resnet(weights, images[0].astype(float), blocks)
+    np.testing.assert_allclose(seen.regions[0], expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(seen.pooled[0], expected.mean(0), rtol=1e-4, atol=1e-4)
+    assert (expected > 0).mean() > 0.2
+
+
+def test_weights_of_another_network_are_one_sentence(tmp_path):
+    path = tmp_path / "w.safetensors"
+    random_weights(path, SMALL)
+    with pytest.raises(UserError, match=r"^--weights=.*is not of ResNet-152: layer1\.1\S* \S.*$"):
+        resnet.read_weights(path, resnet.parameter_shapes(32))
+    for content in (b"", b"\xff" * 100):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"^--weights=[^\n]* cannot be read: [^\n]*\.$"):
+            resnet.read_weights(path, resnet.parameter_shapes(32, SMALL))
+    with pytest.raises(UserError, match=r"cannot be read"):
+        resnet.read_weights(tmp_path / "none", resnet.parameter_shapes(32, SMALL))
+
+
+@pytest.mark.extras
+def test_resnet_152_is_torchvisions(tmp_path):
+    """Random weights and statistics; needs torch and torchvision."""
+    import torch
+    from safetensors.torch import save_file
+    from torchvision.models import resnet152
+
+    torch.manual_seed(0)
+    network = resnet152().eval()
+    for module in network.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.normal_(module.running_mean, std=0.1)
+            torch.nn.init.uniform_(module.running_var, 0.5, 1.5)
+            torch.nn.init.uniform_(module.weight, 0.2, 0.7)
+            torch.nn.init.normal_(module.bias, std=0.1)
+    path = tmp_path / "w.safetensors"
+    save_file({name: of.contiguous() for name, of in network.state_dict().items()}, path)
+    images = np.random.default_rng(0).integers(0, 256, (2, 224, 224, 3), dtype=np.uint8)
+    x = torch.from_numpy(images).permute(0, 3, 1, 2) / 255
+    x = (x - torch.tensor(resnet._MEAN).view(1, 3, 1, 1)) / torch.tensor(
+        resnet._DEVIATION
+    ).view(1, 3, 1, 1)  # fmt: skip
+    network.avgpool = network.fc = torch.nn.Identity()
+    with torch.no_grad():
+        expected = network(x).reshape(2, 2048, 49).permute(0, 2, 1).numpy()
+    params = resnet.read_weights(path, resnet.parameter_shapes(224))
+    seen = jax.jit(lambda x: resnet.ResNet().apply({"params": params}, x))(images)
+    np.testing.assert_allclose(seen.regions, expected, atol=1e-4, rtol=0)
+
+
+# Features
+
+
+def made(numbers):
+    pooled = np.array([[number, 2 * number] for number in numbers], float)
+    return pooled, np.repeat(pooled[:, None], 3, axis=1) + np.arange(3)[:, None]
+
+
+def test_features_are_made_once_and_read_by_number(tmp_path):
+    cache, calls, said = Cache(tmp_path, 11, 3, 2, shard=4), [], []
+
+    def counted(numbers):
+        calls.append(list(numbers))
+        return made(numbers)
+
+    cache.fill(counted, said.append)
+    cache.fill(counted, said.append)
+    assert calls == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+    assert said[-1] == "features: 3 of 3 files"
+    read = cache.read([10, 0, 7, 7])
+    pooled, regions = made([10, 0, 7, 7])
+    np.testing.assert_array_equal(read["pooled"], pooled)
+    np.testing.assert_array_equal(read["regions"], regions)
+    (tmp_path / "00001.array_record").write_bytes(b"none")
+    with pytest.raises(UserError, match=r"^the features in [^\n]* are damaged [^\n]*made again\.$"):
+        Cache(tmp_path, 11, 3, 2, shard=4).read([5])
+
+
+SHARE = """
+import sys, time, pathlib, os
+import numpy as np
+from experiments.captioning.features import Cache
+folder, name, pause = pathlib.Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+def make(numbers):
+    with (folder / "made").open("a") as file:
+        file.write(f"{name} {numbers[0]}\\n")
+    time.sleep(pause)
+    return np.array([[n, n] for n in numbers], float), None
+print("ready", flush=True)
+Cache(folder / "features", 40, 0, 2, shard=4).fill(make, lambda text: None)
+"""
+
+
+def sharing(folder, name, pause):
+    return subprocess.Popen(
+        [sys.executable, "-c", SHARE, str(folder), name, str(pause)],
+        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_a_killed_process_leaves_its_features_and_two_share_the_rest(tmp_path):
+    first = sharing(tmp_path, "first", 0.1)
+    cache = Cache(tmp_path / "features", 40, 0, 2, shard=4)
+    while len(cache.missing()) > 7:
+        time.sleep(0.02)
+    first.kill()
+    first.communicate()
+    left = cache.missing()
+    assert 0 < len(left) <= 7
+    both = [sharing(tmp_path, name, 0.5) for name in ("second", "third")]
+    assert [one.wait() for one in both] == [0, 0]
+    for one in both:
+        one.stdout.close()
+    assert cache.missing() == []
+    lines = [line.split() for line in (tmp_path / "made").read_text().splitlines()]
+    again = [(name, int(number)) for name, number in lines if name != "first"]
+    assert sorted(number // 4 for _, number in again) == left  # each once
+    assert {name for name, _ in again} == {"second", "third"}
+    np.testing.assert_array_equal(cache.read(range(40))["pooled"][:, 0], np.arange(40))
+
+
+# Training
+
+
+def settings(folder, **more):
+    return {
+        "dataset": "coco", "data_dir": str(folder), "hidden_size": 6, "embedding": 4,
+        "image_size": 32, "min_count": 2, "captions": 3, "batch_size": 4, "length": 6,
+        "steps": 60, "eval_every": 30, "learning_rates": (0.03,), **more,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def small_network(monkeypatch):
+    """A ResNet of a block a stage in the place of 152 layers."""
+    for function in ("ResNet", "parameter_shapes"):
+        whole = getattr(resnet, function)
+
+        def small(*arguments, whole=whole):
+            return whole(*arguments, SMALL)
+
+        monkeypatch.setattr(resnet, function, small)
+
+
+@pytest.mark.parametrize("more", [{}, {"captioner": "show_attend_tell", "attention_units": 3}])
+def test_training_on_kept_features(tmp_path, small_network, more):
+    weights = tmp_path / "w.safetensors"
+    random_weights_small(weights)
+    folder = coco(tmp_path / "data")
+    run = resolve(CAPTIONING, "small", settings(folder, weights=str(weights), **more))
+    assert run.task.examples == 12
+    learner = Learner(run)
+    learner.prepare()
+    state = learner.advance(learner.initial(), 0, 30)
+    state, _ = learner.evaluate(state)
+    state = learner.advance(state, 30, 60)
+    assert float(state.loss_total) / float(state.loss_weight) < 1.0
+    final = learner.final_scores(state)
+    assert final["bleu_1"] > 0.5
+    one = learner._data.read(0, 3, np.arange(4))
+    again = pictures.PictureFiles(run.task).batched(4).read(0, 3, np.arange(4))
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    passes = [learner._data.read(0, step, np.arange(4)).numbers for step in range(3)]
+    assert sorted(np.concatenate(passes)) == list(range(12))
+    learner.close()
+    assert len(list(features.directory("x").parent.iterdir())) == 1
+
+
+def random_weights_small(path):
+    """Of the small network, which ``parameter_shapes`` gives now."""
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(0)
+    save_file(
+        {
+            f"{module.replace(' ', '.')}.{leaf}": (
+                np.abs(rng.normal(size=shape.shape)) / np.sqrt(max(1, np.prod(shape.shape[1:])))
+            ).astype(np.float32)
+            for module, of in resnet.parameter_shapes(32).items()
+            for leaf, shape in of.items()
+        },
+        path,
+    )
+
+
+def test_an_encoder_that_is_trained_along(tmp_path, small_network):
+    """Its weights move, the statistics of its normalisation stay; a bad picture is a sentence."""
+    weights = tmp_path / "w.safetensors"
+    random_weights_small(weights)
+    folder = coco(tmp_path / "data")
+    more = {"train_encoder": True, "weights": str(weights), "steps": 2, "eval_every": 2}
+    learner = Learner(resolve(CAPTIONING, "small", settings(folder, **more)))
+    learner.prepare()
+    before = jax.device_get(learner.initial().params["vision"])
+    given = resnet.read_weights(weights, before)
+    after = jax.device_get(learner.advance(learner.initial(), 0, 2).params["vision"])
+    for module, of in before.items():
+        for leaf, value in of.items():
+            np.testing.assert_array_equal(value, given[module][leaf])
+            moved = np.abs(after[module][leaf] - value).max()
+            assert (moved == 0) == (leaf in resnet.STATISTICS), (module, leaf)
+    learner.close()
+    (folder / "val2014" / "COCO_val2014_000000000012.jpg").write_bytes(b"none")
+    with pytest.raises(UserError, match=r"000012\.jpg is damaged"):
+        learner.evaluate(learner.initial())
+
+
+def test_what_cannot_be_is_one_sentence(tmp_path):
+    folder = coco(tmp_path)
+    for more, sentence in (
+        ({}, r"^--encoder=resnet152 needs --weights=FILE"),
+        ({"weights": "none", "image_size": 33}, r"^--image_size must be a multiple of 32"),
+        ({"encoder": "cnn"}, r"^--encoder=cnn is for scenes"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            resolve(CAPTIONING, "small", settings(folder, **more))
+    run = resolve(CAPTIONING, "small", settings(folder, weights=str(tmp_path / "none")))
+    with pytest.raises(UserError, match=r"^--weights=\S*none cannot be read"):
+        Learner(run).check()

@@ -57,6 +57,7 @@ def draw(finished: Finished, workdir: Path) -> None:
             ax.set_yticks([])
             ax.set_facecolor("#eeeeee")  # where nothing is asked
         axes[-1].set_xlabel("step")
+        axes[-1].xaxis.get_major_locator().set_params(integer=True)
         figure.colorbar(shown, ax=axes, shrink=0.5, label="bit, probability, weight")
 
 

@@ -54,7 +54,7 @@ def draw(config: Config, work: Workdir, say: Callable[[str], None]) -> None:
         below.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
         below.set_xlim(0, examples[-1] or 1)
         if metric.higher_is_better:  # probabilities in [0, 1], or rewards
-            below.set_ylim(min(0, np.nanmin(score)), 1.03 * max(1, np.nanmax(score)))
+            below.set_ylim(np.nanmin(score, initial=0), 1.03 * np.nanmax(score, initial=1))
         for axes in (above, below):
             axes.grid(alpha=0.25, linewidth=0.6)
         if len(labels) > 1 or any(diverged):

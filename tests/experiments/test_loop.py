@@ -161,6 +161,20 @@ def test_a_mean_over_a_diverged_seed_is_not_drawn(tmp_path, shown):
     above, below = shown[0].axes
     np.testing.assert_allclose(above.lines[0].get_ydata(), [2.5, np.nan])
     np.testing.assert_allclose(below.lines[0].get_ydata(), [0.15, np.nan])
+    assert below.get_ylim() == (0, 1.03)
+
+
+@pytest.mark.parametrize(
+    ("scores", "limits"),
+    [([0.2, 7.5], (0, 1.03 * 7.5)), ([-0.5, 0.3], (-0.5, 1.03)), ([None, None], (0, 1.03))],
+)
+def test_scores_that_are_no_probabilities_have_room(scores, limits, tmp_path, shown):
+    work = Workdir(tmp_path)
+    for step, score in enumerate(scores):
+        row = {"step": step, "examples": 8 * step, "train_loss": [1.0], "diverged": [False]}
+        append_row(work.metrics, row | {"held_out": {"copied_token_probability": [score]}})
+    learning_curve.draw(tiny(), work, pytest.fail)
+    assert shown[0].axes[1].get_ylim() == pytest.approx(limits)
 
 
 def test_rates_have_their_own_lanes_and_labels():

@@ -182,13 +182,23 @@ class MinLSTM(_InputGated):
     @nn.nowrap
     def _gates(self, params: Params, pre: Slots) -> dict[str, jax.Array]:
         del params
-        f, i = self.gate.activate(pre)  # Feng et al., 3.2.1
-        if not self.gate.tied:
-            # f / (f + i) as a sigmoid: where both are saturated, a sum of theirs has no inverse.
-            least = jnp.finfo(f.dtype).tiny
-            share = jnp.log(jnp.maximum(f, least)) - jnp.log(jnp.maximum(i, least))
-            f, i = jax.nn.sigmoid(share), jax.nn.sigmoid(-share)  # 3.2.3
+        if self.gate.tied:  # f + i = 1
+            f, i = self.gate.activate(pre)
+        else:
+            share = self._log_of_ratio(pre)
+            f, i = jax.nn.sigmoid(share), jax.nn.sigmoid(-share)  # Feng et al., 3.2.3
         return {"f": f, "i": i, "u": self.activation(pre["u"])}
+
+    @nn.nowrap
+    def _log_of_ratio(self, pre: Slots) -> jax.Array:
+        """log(f / i): f / (f + i) is its sigmoid, also where both are too small to be added."""
+        gate = self.gate
+        more = gate.master or gate.refine or gate.refine_input or type(gate) is not Gate
+        if gate.activation == "sigmoid" and not more:  # the paper's form in log-space, B.2
+            return jax.nn.log_sigmoid(pre["f"]) - jax.nn.log_sigmoid(pre["i"])
+        f, i = gate.activate(pre)  # 3.2.1
+        least = math.sqrt(jnp.finfo(f.dtype).tiny)  # below it 1 / f times a cotangent may overflow
+        return jnp.log(jnp.maximum(f, least)) - jnp.log(jnp.maximum(i, least))
 
 
 class RGLRU(_InputGated):

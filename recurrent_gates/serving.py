@@ -34,6 +34,10 @@ class Stepper:
       in_features: D, the width of x.
     """
 
+    cell: Cell
+    batch_shape: tuple[int, ...]
+    in_features: int
+
     def __init__(
         self, cell: Cell, params: Params, batch_shape: tuple[int, ...], in_features: int
     ) -> None:

@@ -116,11 +116,11 @@ class Cache:
         Raises:
           UserError: if a file is damaged.
         """
-        if self._source is None:
-            from array_record.python.array_record_data_source import ArrayRecordDataSource
+        from array_record.python.array_record_data_source import ArrayRecordDataSource
 
-            self._source = ArrayRecordDataSource([str(file) for file in self._files])
         try:
+            if self._source is None:
+                self._source = ArrayRecordDataSource([str(file) for file in self._files])
             records = self._source.__getitems__([int(number) for number in numbers])
             rows = np.stack([np.frombuffer(record, _DTYPE) for record in records])
             rows = rows.reshape(len(rows), 1 + self._regions, self._width)

@@ -323,7 +323,7 @@ def _held_out_scenes(groups: int, count: int) -> dict[str, Window]:
 @functools.lru_cache(maxsize=2)
 def _held_out_captions(groups: int, count: int) -> np.ndarray:
     drawn = jax.jit(_held_out_scenes, static_argnums=(0, 1))(groups, count)
-    return np.concatenate([np.asarray(of.captions) for of in drawn.values()])
+    return np.concatenate([np.asarray(drawn[name].captions) for name in _KEYS])
 
 
 _TOKENISED: dict[int, list[list[str]]] = {}

@@ -39,9 +39,11 @@ ATTENDING = {"captioner": "show_attend_tell"}
 
 
 def config(**settings):
-    names = {**TINY, **settings}
+    names = {**TINY, "captioner": "show_and_tell", **settings}
     if names.get("captioner") != "show_attend_tell":
         names.pop("attention_units")
+    if names.get("dataset", "scenes") != "scenes":
+        names.pop("held_out_scenes")
     return resolve(CAPTIONING, "small", names)
 
 

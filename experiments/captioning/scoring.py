@@ -10,6 +10,7 @@ import importlib.util
 import re
 import shutil
 from collections.abc import Sequence
+from typing import Any
 
 from experiments.settings.errors import UserError
 
@@ -49,7 +50,7 @@ def bleu(captions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[s
     except ImportError:
         raise UserError("BLEU needs sacrebleu: pip install sacrebleu.") from None
     most = max(map(len, references))
-    streams = [[of[at] if at < len(of) else None for of in references] for at in range(most)]
+    streams: Any = [[of[at] if at < len(of) else None for of in references] for at in range(most)]
     scores = {}
     for order in (4, 1, 2, 3):
         scorer = metrics.BLEU(

@@ -285,7 +285,7 @@ def family(cell: Cell) -> str | None:
       A key of ``EXPECTED``, or None.
     """
     if isinstance(cell, GATO):
-        if cell.gamma is not jnp.cos:
+        if cell.gamma is not jnp.cos or getattr(cell.f, "gate", None) is not None:
             return None
         return "gato" if cell.s_update == "accumulate" else "gato_ablated"
     if isinstance(cell, LSTM):

@@ -41,10 +41,10 @@ MEMORIES = ("rmc", "dnc", "rma")  # these export in tests/memory
 def test_every_cell_exports_with_symbolic_sizes(family, backend, x32):
     """One program for any time and batch: its values are those of the sizes that it is called
     with."""
-    built = {name: make(FEATURES) for name, make in rg.CELLS.items()}
+    built = {n: make(8) for n, make in rg.CELLS.items() if not n.endswith(MEMORIES)}
     served = [name for name, cell in built.items() if backend == "auto" or not cell.linear]
     gated = [name for name in served if name.endswith((f"_{family}", family))]
-    others = [name for name in served if not name.endswith(("lstm", "gru", "janet", *MEMORIES))]
+    others = [name for name in served if not name.endswith(("lstm", "gru", "janet"))]
     cells = {name: built[name] for name in (others if family == "others" else gated)}
     params = {name: parameters(cell, 3) for name, cell in cells.items()}
 

@@ -479,7 +479,8 @@ def plain_bleu(said, references):
                 length += len(words)
                 sizes = [len(reference.split()) for reference in of]
                 truth += min(sizes, key=lambda size: (abs(size - len(words)), size))
-        product *= right / total if total else 0
+        # Without a match a count is 1e-15, as in pycocoevalcap.
+        product *= (right or 1e-15) / total if total else 0
         brevity = min(1.0, math.exp(1 - truth / length)) if length else 0
         scores.append(brevity * product ** (1 / order))
     return scores
@@ -557,7 +558,7 @@ def test_without_java_meteor_is_left_out(monkeypatch, capsys):
         ({"detach_query": True}, "--detach_query has no effect"),
         ({"data_dir": "."}, "--data_dir has no effect"),
         ({**ATTENDING, "layers": 2}, "--captioner=show_attend_tell is for --layers=1"),
-        ({"dataset": "coco", "picture_features": 6}, "--picture_features has no effect"),
+        ({"dataset": "coco", "weights": "w", "picture_features": 6}, "--picture_features has no"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(settings, sentence):

@@ -368,12 +368,11 @@ def small_network(monkeypatch):
     monkeypatch.setattr(resnet, "ResNet", lambda *_: whole(SMALL))
 
 
-@pytest.mark.parametrize("more", [{}, {"captioner": "show_attend_tell", "attention_units": 3}])
-def test_training_on_kept_features(tmp_path, small_network, more):
+def test_training_on_kept_features(tmp_path, small_network):
     weights = tmp_path / "w.safetensors"
     random_weights(weights, SMALL)
     folder = coco(tmp_path / "data")
-    run = resolve(CAPTIONING, "small", settings(folder, weights=str(weights), **more))
+    run = resolve(CAPTIONING, "small", settings(folder, weights=str(weights)))
     assert run.task.examples == 12
     learner = Learner(run)
     learner.prepare()

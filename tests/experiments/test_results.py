@@ -393,7 +393,10 @@ def test_the_evidence_of_a_claim_is_there():
 
 @pytest.mark.parametrize("path", sorted((RESULTS / "sweeps").glob("*.toml")), ids=lambda p: p.stem)
 def test_a_sweep_that_waits_can_be_read(path, tmp_path):
-    assert plan.read(path, tmp_path)
+    """Without the files of its data, of which the published sizes are known."""
+    sweep = tmp_path / path.name
+    sweep.write_text(path.read_text().replace('data_dir = "data"\n', ""))
+    assert plan.read(sweep, tmp_path)
 
 
 def test_the_digest_of_a_row_leaves_seeds_and_rates_out():

@@ -68,6 +68,7 @@ _GPU_UNROLL = 8
 # Bytes. Carries that take less, of all steps together, are kept whatever the cell: to form them
 # again would cost a third more time for little.
 _LARGE = 2**25
+_LARGER = 4  # times what a step reads and hands out: of an LSTM that projects nothing it is 2
 
 
 class Stream(NamedTuple):
@@ -260,7 +261,7 @@ def unroll(
       unroll: steps per iteration of the loop; default: 8 on a GPU, 1 elsewhere.
       remat: length in steps of the chunks whose activations are computed again in the
         backward pass instead of kept; default: none, or the square root of T where the carries
-        of all steps take more than 32 MiB, and more than what the steps read.
+        of all steps take more than 32 MiB, and four times what the steps read and hand out.
       backend: ``"scan"``, ``"fused"``, ``"parallel"`` (all steps at once, for linear
         recurrences), ``"newton"`` (the same for diagonal ones), ``"pallas"`` (kernels for TPUs
         and NVIDIA GPUs, which a CPU interprets, slowly), ``"cudnn"`` (the plain LSTM on NVIDIA
@@ -334,7 +335,7 @@ def _run(loop: Loop, backend: Backend, remat: int | None, *, empty: bool) -> Seg
 def _large(loop: Loop) -> int | None:
     """The steps per chunk that large carries ask for; None for no chunks.
 
-    A carry is large, a memory for one, where it takes more than all that a step reads and hands
+    A carry is large, a memory for one, where it takes several times what a step reads and hands
     out: then the carries of all steps are most of what would be kept.
     """
     carry_bytes = _bytes(loop.carry)
@@ -346,7 +347,7 @@ def _large(loop: Loop) -> int | None:
         z = cell.project(loop.params, jax.tree.map(lambda x: x[0], xs))
         return z, cell.emit(loop.params, loop.carry, z)
 
-    if carry_bytes <= _bytes(jax.eval_shape(passing, loop.xs)):
+    if carry_bytes <= _LARGER * _bytes(jax.eval_shape(passing, loop.xs)):
         return None
     return math.isqrt(loop.steps - 1) + 1
 

@@ -224,9 +224,9 @@ def _commonest(source: Source, count: int) -> tuple[float, float, float]:
     hits, entropy, guess = 0, 0.0, ""
     for characters in places:
         kinds, counts = np.unique(characters, return_counts=True)
-        hits += counts.max()
+        hits += int(counts.max())
         entropy -= float(np.sum(counts * np.log(counts / counts.sum())))
-        guess += chr(kinds[counts.argmax()])
+        guess += chr(int(kinds[counts.argmax()]))
     total = sum(map(len, answers))
     exact = sum(answer == guess[: len(answer)] for answer in answers)
-    return float(hits / total), exact / count, entropy / total
+    return hits / total, exact / count, entropy / total

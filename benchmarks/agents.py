@@ -40,16 +40,16 @@ def define(values: FlagValues) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Measures, prints a table and leaves it in ``--out``."""
-    given = parse("agents", define, argv)
+    options = parse("agents", define, argv)
     rows = []
     for name, settings in CHALLENGES.items():
-        rates = measure(settings, given["batch_size"], given["repeats"], given["devices"])
+        rates = measure(settings, options["batch_size"], options["repeats"], options["devices"])
         rows.append([name, *(_shown(rates[way]) for way in ("alone", "acting", "learning"))])
         say(" | ".join(rows[-1]))
     titles = ("environment", "alone", "acting", "learning")
     table = markdown(titles, rows)
     print(table)
-    save(given["out"], "agents", rows, table)
+    save(options["out"], "agents", rows, table)
 
 
 def measure(

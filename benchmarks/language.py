@@ -204,21 +204,21 @@ def table(report: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """The program; returns its exit status."""
-    given = parse("language", define, argv)
+    options = parse("language", define, argv)
     if importlib.util.find_spec("torch") is None:
         fail("language", "torch is not installed, and there is nothing to compare with.")
-    sizes = {name: given[name] for name in _SIZES}
+    sizes = {name: options[name] for name in _SIZES}
     if sizes["words"] > sizes["batch"] * sizes["window"] * _WINDOWS:
         fail("language", "--words must be fewer than the words of the drawn text.")
-    report = {"machine": process.call("benchmarks.pair.machine", {}, given["devices"])}
-    say(f"{given['repeats']} pairs of {given['steps']} steps")
-    arguments = {"sizes": sizes, "steps": given["steps"], "repeats": given["repeats"]}
+    report = {"machine": process.call("benchmarks.pair.machine", {}, options["devices"])}
+    say(f"{options['repeats']} pairs of {options['steps']} steps")
+    arguments = {"sizes": sizes, "steps": options["steps"], "repeats": options["repeats"]}
     try:
-        report |= process.call("benchmarks.language.measure", arguments, given["devices"])
+        report |= process.call("benchmarks.language.measure", arguments, options["devices"])
     except process.ProcessError as error:
         say(f"failed: {error}")
         return 1
-    save(given["out"], "language", report, table(report))
+    save(options["out"], "language", report, table(report))
     print(table(report))
     return 0
 

@@ -97,17 +97,17 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """The program; returns its exit status."""
-    given = parse("loaders", define, argv)
+    options = parse("loaders", define, argv)
     rows = []
-    for name in given["experiments"]:
+    for name in options["experiments"]:
         if name not in EXPERIMENTS:
             fail("loaders", f"An experiment is one of {', '.join(EXPERIMENTS)}, got {name!r}.")
-    for name in given["experiments"]:
+    for name in options["experiments"]:
         say(name)
         settings: dict[str, Any] = {"experiment": name, "settings": {}}
-        arguments = {**settings, "steps": given["steps"], "repeats": given["repeats"]}
-        rows.append(process.call("benchmarks.loaders.measure", arguments, given["devices"]))
-        save(given["out"], "loaders", rows, table(rows))
+        arguments = {**settings, "steps": options["steps"], "repeats": options["repeats"]}
+        rows.append(process.call("benchmarks.loaders.measure", arguments, options["devices"]))
+        save(options["out"], "loaders", rows, table(rows))
     print(table(rows))
     return 0
 

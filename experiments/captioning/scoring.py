@@ -110,7 +110,7 @@ def tokenised(texts: Sequence[Sequence[str]]) -> list[list[str]]:
     if has_coco() and has_java():
         from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 
-        given = {at: [{"caption": text} for text in of] for at, of in enumerate(texts)}
-        words = PTBTokenizer().tokenize(given)
+        texts_by_picture = {at: [{"caption": text} for text in of] for at, of in enumerate(texts)}
+        words = PTBTokenizer().tokenize(texts_by_picture)
         return [words[at] for at in range(len(texts))]
     return [[" ".join(tokens(text)) for text in of] for of in texts]

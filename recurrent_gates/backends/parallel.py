@@ -82,9 +82,9 @@ def segment(loop: Loop) -> Segment:
     back, offsets = _coefficients(loop, z)
     slopes = back if _acting(loop) is loop else _coefficients(_acting(loop), z)[0]
     leaves, structure = jax.tree.flatten(loop.carry)
-    how = _How(settings.reverse, settings.unroll)
+    traversal = _Traversal(settings.reverse, settings.unroll)
     run = _Run(slopes, jax.lax.stop_gradient(back), offsets, tuple(leaves), loop.stream.resets)
-    last, values = _recurrence(how, run)
+    last, values = _recurrence(traversal, run)
     carries = jax.tree.unflatten(structure, values)
     ys = with_zeros(loop.stream.valid, cell.emit(loop.params, carries, z))
     return Segment(
@@ -127,7 +127,7 @@ def _coefficients(loop: Loop, z: Any) -> tuple[Matrix, Vector]:
 # The recurrence, forward and backward.
 
 
-class _How(NamedTuple):
+class _Traversal(NamedTuple):
     """The static side: whether time runs backwards, and the steps per iteration of a loop."""
 
     reverse: bool
@@ -153,23 +153,25 @@ class _Run(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recurrence(how: _How, run: _Run) -> tuple[Vector, Vector]:
+def _recurrence(traversal: _Traversal, run: _Run) -> tuple[Vector, Vector]:
     """The last value and all values of h_t = a_t h_tm1 + b_t."""
-    return _solve(_forward_step, how, run.slopes, run.offsets, run.start)
+    return _solve(_forward_step, traversal, run.slopes, run.offsets, run.start)
 
 
-def _forward(how: _How, run: _Run) -> tuple[tuple[Vector, Vector], Any]:
-    last, values = _recurrence(how, run)
+def _forward(traversal: _Traversal, run: _Run) -> tuple[tuple[Vector, Vector], Any]:
+    last, values = _recurrence(traversal, run)
     values = kept(values)
     return (last, values), (run.back, values, run.start, run.resets)
 
 
-def _backward(how: _How, residuals: Any, cotangents: tuple[Vector, Vector]) -> tuple[_Run]:
+def _backward(
+    traversal: _Traversal, residuals: Any, cotangents: tuple[Vector, Vector]
+) -> tuple[_Run]:
     back, values, start, resets = residuals
     d_last, d_values = cotangents
-    other = how._replace(reverse=not how.reverse)
+    other = traversal._replace(reverse=not traversal.reverse)
     d_start, d_new = _solve(_backward_step, other, _transposed(back), d_values, d_last)
-    before = _shifted(start, values, how.reverse)
+    before = _shifted(start, values, traversal.reverse)
     if resets is not None:  # what a reset does not read may be NaN
         before = tuple(jnp.where(expand(resets, h), jnp.zeros_like(h), h) for h in before)
     d_slopes = tuple(tuple(d * h for h in before) for d in d_new)
@@ -228,7 +230,7 @@ def _transposed(matrix: Matrix) -> Matrix:
 
 
 def _solve(
-    step: Step, how: _How, slopes: Matrix, inputs: Vector, start: Vector
+    step: Step, traversal: _Traversal, slopes: Matrix, inputs: Vector, start: Vector
 ) -> tuple[Vector, Vector]:
     """(last value, all that is written down ``[T, ...]``) of a linear step."""
     steps, width = inputs[0].shape[0], inputs[0][0].size
@@ -236,35 +238,35 @@ def _solve(
     length = max(_LEAST, -(-steps * width // lanes))
     count = -(-steps // length)
     if count < 3:  # two passes over two blocks are as long as one over both
-        return _in_sequence(step, how, slopes, inputs, start)
+        return _in_sequence(step, traversal, slopes, inputs, start)
     length = -(-steps // count)
-    slopes, inputs = _blocks((slopes, inputs), (count, length), how.reverse)
-    maps, ends = _composed(step, how, slopes, inputs, start)
+    slopes, inputs = _blocks((slopes, inputs), (count, length), traversal.reverse)
+    maps, ends = _composed(step, traversal, slopes, inputs, start)
     _, ends = jax.lax.associative_scan(
         lambda early, late: (
             _transposed(tuple(_times(late[0], column) for column in _transposed(early[0]))),
             _sum(_times(late[0], early[1]), late[1]),
         ),
         (maps, ends),
-        reverse=how.reverse,
+        reverse=traversal.reverse,
     )
-    starts = _shifted(start, ends, how.reverse)
-    written = _second_pass(step, how, slopes, inputs, starts)
-    last = tuple(end[0 if how.reverse else -1] for end in ends)
+    starts = _shifted(start, ends, traversal.reverse)
+    written = _second_pass(step, traversal, slopes, inputs, starts)
+    last = tuple(end[0 if traversal.reverse else -1] for end in ends)
     whole = tuple(x.reshape(count * length, *x.shape[2:]) for x in written)
     extra = count * length - steps
-    return last, tuple(x[extra:] if how.reverse else x[:steps] for x in whole)
+    return last, tuple(x[extra:] if traversal.reverse else x[:steps] for x in whole)
 
 
 def _in_sequence(
-    step: Step, how: _How, slopes: Matrix, inputs: Vector, start: Vector
+    step: Step, traversal: _Traversal, slopes: Matrix, inputs: Vector, start: Vector
 ) -> tuple[Vector, Vector]:
     return jax.lax.scan(
         lambda value, x: step(*x, value),
         start,
         (slopes, inputs),
-        reverse=how.reverse,
-        unroll=how.unroll,
+        reverse=traversal.reverse,
+        unroll=traversal.unroll,
     )
 
 
@@ -293,11 +295,11 @@ def _at(tree: Any, i: jax.Array, length: int, reverse: bool) -> Any:
 
 
 def _composed(
-    step: Step, how: _How, slopes: Matrix, inputs: Vector, start: Vector
+    step: Step, traversal: _Traversal, slopes: Matrix, inputs: Vector, start: Vector
 ) -> tuple[Matrix, Vector]:
     """The map of each block, (a, b) ``[N, ...]``; b of the first is what it makes of the start."""
     count, length = inputs[0].shape[:2]
-    first = count - 1 if how.reverse else 0
+    first = count - 1 if traversal.reverse else 0
     zeros = tuple(jnp.zeros((count, *x.shape), x.dtype) for x in start)
     value = tuple(zero.at[first].set(x) for zero, x in zip(zeros, start, strict=True))
     columns = tuple(
@@ -307,26 +309,28 @@ def _composed(
 
     def body(i: jax.Array, state: Any) -> Any:
         value, columns = state
-        slopes_t, inputs_t = _at((slopes, inputs), i, length, how.reverse)
+        slopes_t, inputs_t = _at((slopes, inputs), i, length, traversal.reverse)
         return step(slopes_t, inputs_t, value)[0], tuple(_times(slopes_t, c) for c in columns)
 
-    value, columns = jax.lax.fori_loop(0, length, body, (value, columns), unroll=how.unroll)
+    value, columns = jax.lax.fori_loop(0, length, body, (value, columns), unroll=traversal.unroll)
     return _transposed(columns), value
 
 
-def _second_pass(step: Step, how: _How, slopes: Matrix, inputs: Vector, starts: Vector) -> Vector:
+def _second_pass(
+    step: Step, traversal: _Traversal, slopes: Matrix, inputs: Vector, starts: Vector
+) -> Vector:
     """What is written down by all blocks from their starts, ``[N, L, ...]``."""
     length = inputs[0].shape[1]
 
     def body(i: jax.Array, state: Any) -> Any:
         value, written = state
-        slopes_t, inputs_t = _at((slopes, inputs), i, length, how.reverse)
+        slopes_t, inputs_t = _at((slopes, inputs), i, length, traversal.reverse)
         value, new = step(slopes_t, inputs_t, value)
-        at = length - 1 - i if how.reverse else i
+        at = length - 1 - i if traversal.reverse else i
         return value, tuple(
             jax.lax.dynamic_update_index_in_dim(all_, one, at, axis=1)
             for all_, one in zip(written, new, strict=True)
         )
 
     empty = tuple(map(jnp.zeros_like, inputs))
-    return jax.lax.fori_loop(0, length, body, (starts, empty), unroll=how.unroll)[1]
+    return jax.lax.fori_loop(0, length, body, (starts, empty), unroll=traversal.unroll)[1]

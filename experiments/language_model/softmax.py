@@ -9,6 +9,10 @@ With z = h W^T + b, p = softmax(z) and weights w, the sum of w (logsumexp(z) - z
 All of that is known as soon as a chunk's logits are. So the forward pass forms the gradients,
 too, chunk by chunk, and the backward pass only multiplies them by the cotangent of the sum: no
 more than R x V logits exist at any time, and none is formed twice.
+
+With e = exp(z - max z) and the share w / sum of e, w p is share times e: a factor of the row, which
+scales the F columns of h and of e W and not the V of e; what the target takes away is a row of h
+or of W. So e is written once, and only the two products read it.
 """
 
 from __future__ import annotations
@@ -104,15 +108,19 @@ def _over_chunks(
     def work(sums: Any, h: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
         loss, d_weights = sums
         logits = h @ table.T + bias[None]
-        log_total = jax.nn.logsumexp(logits, axis=-1)
         of_target = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-        loss = loss + (weights * (log_total - of_target)).sum()
+        top = logits.max(axis=-1)
+        e = jnp.exp(logits - top[:, None])
+        total = e.sum(axis=-1)
+        loss = loss + (weights * (jnp.log(total) + top - of_target)).sum()
         if not gradients:
             return (loss, d_weights), None
         d_table, d_bias = d_weights
-        chosen = jax.nn.one_hot(targets, len(table), dtype=h.dtype)
-        d = weights[:, None] * (jnp.exp(logits - log_total[:, None]) - chosen)
-        return (loss, (d_table + d.T @ h, d_bias + d.sum(axis=0))), d @ table
+        share = weights / total
+        d_table = (d_table + e.T @ (share[:, None] * h)).at[targets].add(-weights[:, None] * h)
+        d_bias = (d_bias + share @ e).at[targets].add(-weights)
+        d_h = share[:, None] * (e @ table) - weights[:, None] * table[targets]
+        return (loss, (d_table, d_bias)), d_h
 
     def rest(sums: Any, h: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
         del targets, weights

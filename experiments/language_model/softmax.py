@@ -130,7 +130,11 @@ def _over_chunks(
         return jax.lax.cond(jnp.any(chunk[2] != 0), work, rest, sums, *chunk)
 
     zeros = (jnp.zeros_like(table), jnp.zeros_like(bias)) if gradients else None
-    (loss, sums), d_h = jax.lax.scan(body, (jnp.zeros((), h.dtype), zeros), chunks)
+    start = (jnp.zeros((), h.dtype), zeros)
+    if count == rows:  # no sums that a loop would have to keep
+        (loss, sums), d_h = work(start, *jax.tree.map(lambda leaf: leaf[0], chunks))
+    else:
+        (loss, sums), d_h = jax.lax.scan(body, start, chunks)
     if sums is None:
         return loss, None
     return loss, (d_h.reshape(-1, h.shape[1])[:count], *sums)

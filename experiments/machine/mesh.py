@@ -150,11 +150,20 @@ class DeviceMesh:
 
     def mean(self, tree: Any) -> Any:
         """The mean over devices."""
-        return _at_once(lambda tree: jax.lax.pmean(tree, AXIS), tree)
+        return self._at_once(jax.lax.pmean, tree)
 
     def sum(self, tree: Any) -> Any:
         """The sum over devices."""
-        return _at_once(lambda tree: jax.lax.psum(tree, AXIS), tree)
+        return self._at_once(jax.lax.psum, tree)
+
+    def _at_once(self, reduce: Callable[[Any, str], Any], tree: Any) -> Any:
+        """A tree reduced over devices; between processes that is one message, not one a leaf."""
+        if self.size == 1:
+            return tree  # XLA would copy all of it
+        if jax.process_count() == 1:
+            return reduce(tree, AXIS)
+        flat, unravel = ravel_pytree(tree)
+        return unravel(reduce(flat, AXIS))
 
     # Outside.
 
@@ -235,14 +244,6 @@ class DeviceMesh:
 
     def _specs(self, axes: Any) -> Any:
         return jax.tree.map(_spec, axes, is_leaf=lambda axis: axis is None)
-
-
-def _at_once(reduce: Callable[[Any], Any], tree: Any) -> Any:
-    """A tree reduced over devices; between processes that is one message, not one for each leaf."""
-    if jax.process_count() == 1:
-        return reduce(tree)
-    flat, unravel = ravel_pytree(tree)
-    return unravel(reduce(flat))
 
 
 def _same(tree: Any) -> Any:

@@ -78,7 +78,14 @@ class DecayModel(SequenceModel):
 
     def __call__(self, inputs: jax.Array, **options: Any) -> Any:
         """As of ``SequenceModel``."""
-        return super().__call__(gru_d_inputs(inputs[..., :-1], inputs[..., -1]), **options)
+        return super().__call__(self._read(inputs), **options)
+
+    def encoded(self, inputs: jax.Array) -> jax.Array:
+        """As of ``SequenceModel``."""
+        return super().encoded(self._read(inputs))
+
+    def _read(self, inputs: jax.Array) -> jax.Array:
+        return gru_d_inputs(inputs[..., :-1], inputs[..., -1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -118,9 +118,7 @@ class Learner:
         Returns:
           ``[T, B, D]``.
         """
-        features = self._module.apply(
-            {"params": params}, inputs, method=lambda module, inputs: module.encoder(inputs)
-        )
+        features = self._module.apply({"params": params}, inputs, method="encoded")
         assert isinstance(features, jax.Array)
         return features
 

@@ -290,6 +290,11 @@ class SequenceModel(nn.Module):
         outputs = self.decoder(last, *during.masks(self.decoder.widths[:-1]))
         return (carry, outputs) if return_carry else outputs
 
+    def encoded(self, inputs: jax.Array) -> jax.Array:
+        """What the first recurrent layer reads ``[T, B, D]`` of inputs without padding."""
+        features: jax.Array = self.encoder(inputs)
+        return features
+
 
 def fresh_carry(recurrent: RNN | Stack, rows: int) -> Any:
     """The carry of recurrent layers before the first step, leaves ``[rows, F]``."""

@@ -16,6 +16,7 @@ from experiments.stay.task import FEATURES, features, ranking
 from experiments.training import loop
 from experiments.training.learner import Learner
 from experiments.training.supervised import Batch
+from recurrent_gates.gru_d import gru_d_inputs
 from tests.experiments import stay_files
 
 TINY = {
@@ -195,6 +196,16 @@ def test_padding_changes_nothing(cell, backend):
         alone.append(float(loss(params, Batch(own, batch.targets[:, stay : stay + 1]))))
     np.testing.assert_allclose(value, np.mean(alone), rtol=1e-6)
     assert max(alone) > min(alone)
+
+
+def test_diagnose_sees_what_gru_d_reads():
+    """The features of a run are what its cell reads: three of each of the 12 variables."""
+    learner = Learner(resolve(**TINY | {"cell": "gru_d"}))
+    learner.load()
+    params = learner.initial().params
+    inputs = ragged([5, 3], 5).inputs
+    read = learner.encoded(params, inputs)
+    np.testing.assert_array_equal(read, gru_d_inputs(inputs[..., :12], inputs[..., 12]))
 
 
 # Scores.

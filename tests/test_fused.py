@@ -265,8 +265,8 @@ def outgrow_the_cache(monkeypatch, chunk):
 
 def test_fused_is_the_scan(row, monkeypatch):
     outgrow_the_cache(monkeypatch, row["chunk"])
+    monkeypatch.setattr(products, "merges", lambda loop: row["products"] == "merged")
     if row["products"] == "merged":  # as on a GPU
-        monkeypatch.setattr(products, "merges", lambda: True)
         monkeypatch.setattr(fused, "_skips", lambda: False)
     cell = build(row["family"], row["gate"])
     compare(
@@ -377,7 +377,7 @@ def gradient_program(cell):
     ],
 )
 def test_products_of_one_vector_are_one(family, groups, monkeypatch):
-    monkeypatch.setattr(products, "merges", lambda: True)
+    monkeypatch.setattr(products, "merges", lambda loop: True)
     cell = build(family)
     params = parameters(cell, INPUTS)
     xs, start = array(8, 1, INPUTS), cell.initial(())
@@ -390,8 +390,34 @@ def test_products_of_one_vector_are_one(family, groups, monkeypatch):
 @pytest.mark.parametrize(("merges", "wanted"), [(False, 4 * (2 + 3)), (True, 4 * 2 + 2 + 4)])
 def test_merged_products_are_one_in_each_direction(merges, wanted, monkeypatch):
     """Four slots; products of x and their gradients; of h, forward, backward and the weights'."""
-    monkeypatch.setattr(products, "merges", lambda: merges)
+    monkeypatch.setattr(products, "merges", lambda loop: merges)
     assert gradient_program(build("lstm")).count("dot_general") == wanted + 4
+
+
+@pytest.mark.parametrize(
+    ("batch", "features", "devices", "merges"),
+    [
+        ((), 100, 1, True),  # one row
+        ((1, 1), 100, 2, True),
+        ((50,), 32, 2, True),  # few features
+        ((2,), 33, 1, False),
+        ((64,), 256, 1, True),  # a product alone is for one thread
+        ((8, 16), 128, 1, True),
+        ((64,), 256, 2, False),  # a device has one thread
+        ((63,), 256, 1, False),
+        ((64,), 257, 1, False),
+        ((64,), 181, 1, False),
+    ],
+)
+def test_where_products_are_one_on_a_cpu(batch, features, devices, merges, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    cell = rg.GRU(features)
+    params = jax.eval_shape(lambda: cell.init_params(jax.random.key(0), 1))
+    xs = jax.ShapeDtypeStruct((2, *batch, 1), jnp.float32)
+    start = jax.eval_shape(lambda: cell.initial(batch))
+    loop = Loop(Settings(cell, batch_dims=len(batch)), params, xs, start, start)
+    z = jax.eval_shape(cell.project, params, xs)
+    assert products.merges(products.product_loop(loop, z)) is merges
 
 
 class Halves(rg.SlotCell):
@@ -422,7 +448,7 @@ class Halves(rg.SlotCell):
 
 
 def test_slots_that_are_read_apart_are_projections(monkeypatch):
-    monkeypatch.setattr(products, "merges", lambda: True)
+    monkeypatch.setattr(products, "merges", lambda loop: True)
     compare(Halves(FEATURES, param_dtype=jnp.float64), {})
 
 
@@ -430,6 +456,7 @@ def test_slots_that_are_read_apart_are_projections(monkeypatch):
 def test_where_products_are_kept_none_is_computed_twice(make, monkeypatch):
     """Whatever y is: its derivative may need the carries."""
     outgrow_the_cache(monkeypatch, "kept")
+    monkeypatch.setattr(products, "merges", lambda loop: False)
     program = gradient_program(make(FEATURES, param_dtype=jnp.float64))
     # Chunks and a rest; four slots; products of x and of h, each with two for its gradients.
     assert program.count("dot_general") == 2 * 4 * (2 + 4)

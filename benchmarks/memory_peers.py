@@ -174,7 +174,7 @@ def torch_side(contender: Contender, size: Size, dtype: str) -> Side:
         jax.tree.map(tensor, tree) for tree in (arrays.params, arrays.xs, tuple(arrays.carry))
     )
     cotangent = tensor(arrays.cotangent).detach()
-    wanted, structure = jax.tree.flatten((params, xs, carry))
+    leaves, structure = jax.tree.flatten((params, xs, carry))
 
     def apply() -> Any:
         step, state, ys = CELLS[contender.cell](cell, params), carry, []
@@ -189,15 +189,15 @@ def torch_side(contender: Contender, size: Size, dtype: str) -> Side:
 
     def train() -> tuple[Any, Any]:
         ys = apply()
-        return ys, torch.autograd.grad(ys, wanted, cotangent, allow_unused=True)
+        return ys, torch.autograd.grad(ys, leaves, cotangent, allow_unused=True)
 
     def array(value: Any) -> np.ndarray:
         return value.detach().float().numpy()
 
-    def gradients(found: Any) -> Gradients:
+    def gradients(results: Any) -> Gradients:
         full = [
             np.zeros(leaf.shape, np.float32) if grad is None else array(grad)
-            for leaf, grad in itertools.zip_longest(wanted, found)
+            for leaf, grad in itertools.zip_longest(leaves, results)
         ]
         d_params, d_xs, d_carry = jax.tree.unflatten(structure, full)
         return Gradients(d_params, d_xs, type(arrays.carry)(*d_carry))

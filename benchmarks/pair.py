@@ -87,11 +87,11 @@ def check(
     name: str, side: Side, contender: Contender, size: Size, dtype: str, tolerance: float
 ) -> float:
     """The largest relative error of a side's outputs and gradients against the plain scan."""
-    ys, wanted = ours.expected(contender, size, dtype)
+    ys, expected = ours.expected(contender, size, dtype)
     forward = check_equal(f"{name} forward", side.outputs(side.forward()), ys, tolerance)
-    outputs, found = side.train()
+    outputs, results = side.train()
     trained = check_equal(f"{name} train", side.outputs(outputs), ys, tolerance)
-    gradients = check_equal(f"{name} gradient", side.gradients(found), wanted, tolerance)
+    gradients = check_equal(f"{name} gradient", side.gradients(results), expected, tolerance)
     return max(forward, trained, gradients)
 
 

@@ -86,7 +86,7 @@ def torch_side(contender: Contender, size: Size, dtype: str) -> Side:
     order = ("h", "c")[: len(state)]
     leaves = [state[name].requires_grad_() for name in order]
     names = [name for name, _ in module.named_parameters()]
-    wanted = [*module.parameters(), xs, *leaves]
+    inputs = [*module.parameters(), xs, *leaves]
 
     def finish(result: Any) -> Any:
         if device.type == "cuda":
@@ -102,14 +102,14 @@ def torch_side(contender: Contender, size: Size, dtype: str) -> Side:
 
     def train() -> tuple[Any, Any]:
         ys = apply()
-        return finish((ys, torch.autograd.grad(ys, wanted, cotangent)))
+        return finish((ys, torch.autograd.grad(ys, inputs, cotangent)))
 
     def array(value: Any) -> np.ndarray:
         return value.detach().float().cpu().numpy()
 
-    def gradients(found: Any) -> Gradients:
-        params = {n: array(g) for n, g in zip(names, found, strict=False)}
-        d_xs, *d_state = found[len(names) :]
+    def gradients(results: Any) -> Gradients:
+        params = {n: array(g) for n, g in zip(names, results, strict=False)}
+        d_xs, *d_state = results[len(names) :]
         d_carry = dict(zip(order, (array(d)[0] for d in d_state), strict=True))
         return Gradients(_from_torch(params), array(d_xs), type(arrays.carry)(**d_carry))
 
@@ -233,7 +233,7 @@ def flashrnn_side(contender: Contender, size: Size, dtype: str) -> Side:
     xs = tensor(np.swapaxes(arrays.xs, 0, 1))
     cotangent = tensor(np.swapaxes(arrays.cotangent, 0, 1)).detach()
     state = tensor(np.stack([arrays.carry.h, arrays.carry.c])[:, :, None, None])
-    wanted = [*weights.values(), xs, state]
+    inputs = [*weights.values(), xs, state]
 
     def apply() -> Any:
         kernel, recurrent, bias, second = (
@@ -261,13 +261,13 @@ def flashrnn_side(contender: Contender, size: Size, dtype: str) -> Side:
 
     def train() -> tuple[Any, Any]:
         ys = apply()
-        return finish((ys, torch.autograd.grad(ys, wanted, cotangent)))
+        return finish((ys, torch.autograd.grad(ys, inputs, cotangent)))
 
     def array(value: Any) -> np.ndarray:
         return value.detach().float().cpu().numpy()
 
-    def gradients(found: Any) -> Gradients:
-        *d_weights, d_xs, d_state = (array(value) for value in found)
+    def gradients(results: Any) -> Gradients:
+        *d_weights, d_xs, d_state = (array(value) for value in results)
         d_h, d_c = d_state[:, :, 0, 0]
         return Gradients(
             _from_torch(dict(zip(weights, d_weights, strict=True))),

@@ -28,7 +28,7 @@ def environment(devices: int) -> dict[str, str]:
     OpenMP's workers sleep between two calls instead of spinning, or torch's would take the
     cores from XLA in the runs between. What the caller has set stays.
     """
-    wanted = {
+    defaults = {
         "OMP_WAIT_POLICY": "passive",
         "KMP_BLOCKTIME": "0",
         "OMP_NUM_THREADS": str(cores()),
@@ -37,8 +37,8 @@ def environment(devices: int) -> dict[str, str]:
         "JAX_TRACEBACK_FILTERING": "off",  # the last line of an error is then its sentence
     }
     flag = f"--xla_force_host_platform_device_count={devices}"
-    given = os.environ.get("XLA_FLAGS", "")
-    return {**wanted, **os.environ, "XLA_FLAGS": f"{given} {flag}".strip()}
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {**defaults, **os.environ, "XLA_FLAGS": f"{flags} {flag}".strip()}
 
 
 def call(function: str, arguments: dict[str, Any], devices: int) -> Any:

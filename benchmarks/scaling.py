@@ -91,10 +91,10 @@ def slope(values: Sequence[float], measured: Sequence[float]) -> float:
 
 def series(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """The rows by sweep and cell, in the order of their values."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: row["value"]):
-        found.setdefault((row["sweep"], row["cell"]), []).append(row)
-    return found
+        groups.setdefault((row["sweep"], row["cell"]), []).append(row)
+    return groups
 
 
 def table(report: dict[str, Any]) -> str:
@@ -103,13 +103,13 @@ def table(report: dict[str, Any]) -> str:
     for (sweep, cell), rows in sorted(series(report["rows"]).items()):
         values = [row["value"] for row in rows]
         if len(rows) > 1:
-            found = [
+            slope_pair = [
                 slope(values, [row[k] for row in rows]) for k in ("seconds", "temporary_bytes")
             ]
             compiling = [row["compile_seconds"] for row in rows]
             slopes.append(
                 [f"`{cell}`", _LETTERS[sweep], f"{values[0]:,} - {values[-1]:,}"]
-                + [f"{number:.2f}" for number in found]
+                + [f"{number:.2f}" for number in slope_pair]
                 + [f"{min(compiling):.1f} - {max(compiling):.1f}"]
             )
         points += [
@@ -141,8 +141,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    found = series(report["rows"])
-    sweeps = [sweep for sweep in SWEEPS if any(sweep == key[0] for key in found)]
+    groups = series(report["rows"])
+    sweeps = [sweep for sweep in SWEEPS if any(sweep == key[0] for key in groups)]
     cells = list(dict.fromkeys(row["cell"] for row in report["rows"]))
     style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
     with rc_context(style):
@@ -150,7 +150,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
         grid = figure.subplots(2, len(sweeps), squeeze=False, sharex="col", sharey="row")
         for column, sweep in enumerate(sweeps):
             for cell, colour in zip(cells, _COLOURS * len(cells), strict=False):
-                rows = found.get((sweep, cell), [])
+                rows = groups.get((sweep, cell), [])
                 values = [row["value"] for row in rows]
                 for line, (name, unit) in enumerate((("seconds", 1e3), ("temporary_bytes", 1e-6))):
                     measured = [row[name] * unit for row in rows]
@@ -171,39 +171,39 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """The program; returns its exit status: 1 if a point failed."""
-    given = parse("scaling", define, argv)
-    cells = [cell.strip() for cell in given["cells"].split(",")]
+    options = parse("scaling", define, argv)
+    cells = [cell.strip() for cell in options["cells"].split(",")]
     try:
         for cell in cells:
             if Contender.parse(cell).lanes > 1:
                 raise ValueError("Seeds are a sweep here: name cells without *lanes.")
     except ValueError as error:
         fail("scaling", str(error))
-    for sweep in given["sweeps"]:
+    for sweep in options["sweeps"]:
         if sweep not in SWEEPS:
             fail("scaling", f"A sweep is one of {', '.join(SWEEPS)}, got {sweep!r}.")
     points = [
         Point(cell, sweep, value)
-        for sweep in given["sweeps"]
+        for sweep in options["sweeps"]
         for cell in cells
         for value in SWEEPS[sweep]
-        if sweep != "steps" or value <= given["max_t"]
+        if sweep != "steps" or value <= options["max_t"]
     ]
-    report: dict[str, Any] = {"settings": given, "device": None, "rows": [], "failed": []}
+    report: dict[str, Any] = {"settings": options, "device": None, "rows": [], "failed": []}
     for number, point in enumerate(points, 1):
         say(f"{number}/{len(points)} {point.cell} at {_LETTERS[point.sweep]} = {point.value}")
-        arguments = {**point.arguments(), "repeats": given["repeats"]}
+        arguments = {**point.arguments(), "repeats": options["repeats"]}
         try:
-            measured = process.call("benchmarks.scaling.measure", arguments, given["devices"])
+            measured = process.call("benchmarks.scaling.measure", arguments, options["devices"])
         except process.ProcessError as error:
             report["failed"].append(f"{point.cell} at {point.sweep} {point.value}: {error}")
             say(f"  failed: {error}")
             continue
         report["device"] = measured.pop("device")
         report["rows"].append({**point._asdict(), **measured})
-        save(given["out"], "scaling", report, table(report))
+        save(options["out"], "scaling", report, table(report))
     if report["rows"]:
-        draw(report, Path(given["out"]) / "scaling.png")
+        draw(report, Path(options["out"]) / "scaling.png")
         print(table(report))
     return int(bool(report["failed"]))
 

@@ -135,41 +135,41 @@ def comparisons(groups: Sequence[Group]) -> list[Comparison]:
     return list(dict.fromkeys(rows))
 
 
-def plan(given: dict[str, Any], platform: str) -> list[Comparison]:
+def plan(options: dict[str, Any], platform: str) -> list[Comparison]:
     """The rows that the flags ask for; what is not given is as in ``PLAN``."""
     groups = PLAN["gpu" if platform == "gpu" else "cpu"]
-    if given["cells"]:
+    if options["cells"]:
         first = groups[0]
-        groups = (Group(given["cells"], first.sizes, first.peers),)
-    if given["sizes"]:
-        groups = tuple(group._replace(sizes=given["sizes"]) for group in groups)
-    if given["peers"]:
-        groups = tuple(group._replace(peers=given["peers"]) for group in groups)
+        groups = (Group(options["cells"], first.sizes, first.peers),)
+    if options["sizes"]:
+        groups = tuple(group._replace(sizes=options["sizes"]) for group in groups)
+    if options["peers"]:
+        groups = tuple(group._replace(peers=options["peers"]) for group in groups)
     return comparisons(groups)
 
 
 def main(argv: Sequence[str]) -> int:
     """The program; returns its exit status: 1 if a comparison failed."""
-    given = parse("speed", define, argv)
-    settings = {"dtype": given["dtype"], "tf32": given["tf32"]}
-    machine = process.call("benchmarks.pair.machine", settings, given["devices"])
+    options = parse("speed", define, argv)
+    settings = {"dtype": options["dtype"], "tf32": options["tf32"]}
+    machine = process.call("benchmarks.pair.machine", settings, options["devices"])
     try:
-        rows = plan(given, machine["platform"])
+        rows = plan(options, machine["platform"])
     except ValueError as error:
         fail("speed", str(error))
-    report: dict[str, Any] = {"machine": machine, "settings": given, "rows": [], "left_out": []}
+    report: dict[str, Any] = {"machine": machine, "settings": options, "rows": [], "left_out": []}
     for name, reason in machine["missing"].items():
         report["left_out"].append(f"{name}: {reason}")
-    if given["floor"]:
-        report["rates"] = process.call("benchmarks.floor.rates", settings, given["devices"])
+    if options["floor"]:
+        report["rates"] = process.call("benchmarks.floor.rates", settings, options["devices"])
     failed = False
     for number, row in enumerate(rows, 1):
         if row.other.partition(".")[0] in machine["missing"]:
             continue
         say(f"{number}/{len(rows)} {row.contender} beside {row.other} at {tuple(row.size)}")
-        arguments = {**row._asdict(), **settings, "repeats": given["repeats"]}
+        arguments = {**row._asdict(), **settings, "repeats": options["repeats"]}
         try:
-            measured = process.call("benchmarks.pair.measure", arguments, given["devices"])
+            measured = process.call("benchmarks.pair.measure", arguments, options["devices"])
         except process.ProcessError as error:
             unserved = "does not serve this" in str(error)
             failed = failed or not unserved
@@ -180,8 +180,8 @@ def main(argv: Sequence[str]) -> int:
             continue
         report["rows"].append(measured)
         say(f"  train step: {speed_report.ratio(measured['train'])} times as fast")
-        save(given["out"], "speed", report, speed_report.table(report))
-    directory = save(given["out"], "speed", report, speed_report.table(report))
+        save(options["out"], "speed", report, speed_report.table(report))
+    directory = save(options["out"], "speed", report, speed_report.table(report))
     if report["rows"]:
         speed_report.draw(report, directory / "speed.png")
     print(speed_report.table(report))

@@ -12,8 +12,8 @@ _COLOURS = {"forward": "#5f6b6d", "train": "#1b6ca8"}
 
 def ratio(timed: dict[str, Any]) -> str:
     """The median ratio with its quartiles."""
-    found = timed["ratio"]
-    return f"{found['median']:.2f} ({found['low']:.2f}-{found['high']:.2f})"
+    ratios = timed["ratio"]
+    return f"{ratios['median']:.2f} ({ratios['low']:.2f}-{ratios['high']:.2f})"
 
 
 def table(report: dict[str, Any]) -> str:
@@ -85,8 +85,10 @@ def draw(report: dict[str, Any], path: Path) -> None:
         figure = Figure(figsize=(8.5, 1.4 + 0.38 * len(rows)), layout="constrained")
         axes = figure.subplots()
         for offset, name in ((0.2, "forward"), (-0.2, "train")):
-            found = [row[name]["ratio"] for row in rows]
-            median, low, high = (np.array([r[k] for r in found]) for k in ("median", "low", "high"))
+            ratios = [row[name]["ratio"] for row in rows]
+            median, low, high = (
+                np.array([r[k] for r in ratios]) for k in ("median", "low", "high")
+            )
             axes.barh(
                 places + offset,
                 median,

@@ -48,19 +48,19 @@ class Contender:
         Raises:
           ValueError: if the text or a name in it cannot be.
         """
-        found = re.fullmatch(
+        match = re.fullmatch(
             r"(?P<cell>\w+)(/(?P<backend>\w+))?(\+detach(?P<detach>[\d.]+))?(\*(?P<lanes>\d+))?",
             text,
         )
-        if found is None:
+        if match is None:
             raise ValueError(f"A cell is written cell[/backend][+detachP][*lanes], got {text!r}.")
-        if found["cell"] not in rg.CELLS:
-            raise ValueError(f"There is no cell {found['cell']!r}; see recurrent_gates.CELLS.")
+        if match["cell"] not in rg.CELLS:
+            raise ValueError(f"There is no cell {match['cell']!r}; see recurrent_gates.CELLS.")
         return cls(
-            found["cell"],
-            rg.Backend(found["backend"] or "auto").value,
-            float(found["detach"] or 0),
-            int(found["lanes"] or 1),
+            match["cell"],
+            rg.Backend(match["backend"] or "auto").value,
+            float(match["detach"] or 0),
+            int(match["lanes"] or 1),
         )
 
     def __str__(self) -> str:

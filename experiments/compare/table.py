@@ -54,14 +54,14 @@ class Entry(NamedTuple):
     seconds: float
 
 
-def run(workdirs: Sequence[Path], style: str, path: Path, wanted: str | None = None) -> str:
+def run(workdirs: Sequence[Path], style: str, path: Path, metric_name: str | None = None) -> str:
     """Prints the table and draws the figure.
 
     Args:
       workdirs: of the runs.
       style: ``"mean"`` (with range) or ``"median"`` (with quartiles): lines over seeds.
       path: of the PNG.
-      wanted: the metric: one of the task's or ``"train_loss"``; None: the task's headline.
+      metric_name: the metric: one of the task's or ``"train_loss"``; None: the task's headline.
 
     Returns:
       The table.
@@ -70,7 +70,7 @@ def run(workdirs: Sequence[Path], style: str, path: Path, wanted: str | None = N
       UserError: if a directory is not a workdir or has no evaluation yet, if the runs are
         of different tasks or metrics, or have no such metric.
     """
-    entries = [entry for workdir in workdirs for entry in read(workdir, wanted)]
+    entries = [entry for workdir in workdirs for entry in read(workdir, metric_name)]
     tasks = {entry.config.task.name: None for entry in entries}
     if len(tasks) > 1:
         raise UserError(f"these runs are of different tasks: {' and '.join(tasks)}.")
@@ -99,7 +99,7 @@ def run(workdirs: Sequence[Path], style: str, path: Path, wanted: str | None = N
     return table
 
 
-def read(workdir: Path, wanted: str | None = None) -> list[Entry]:
+def read(workdir: Path, metric_name: str | None = None) -> list[Entry]:
     """The run in a workdir, once for each learning rate; for ``wanted`` see ``run``.
 
     Raises:
@@ -107,8 +107,8 @@ def read(workdir: Path, wanted: str | None = None) -> list[Entry]:
     """
     config = runs.recorded_config(workdir, EXPERIMENTS)
     work = Workdir(workdir)
-    metric, rows = _metric(config, wanted), list(read_rows(work.metrics))
-    training = wanted == _TRAIN_LOSS
+    metric, rows = _metric(config, metric_name), list(read_rows(work.metrics))
+    training = metric_name == _TRAIN_LOSS
     if training:
         rows = [row for row in rows if row["step"]]  # before the first step there is none
     if not rows:
@@ -144,17 +144,18 @@ def read(workdir: Path, wanted: str | None = None) -> list[Entry]:
     ]
 
 
-def _metric(config: Config, wanted: str | None) -> Metric:
-    known = {metric.name: metric for metric in config.task.metrics}
-    if wanted is None:
+def _metric(config: Config, metric_name: str | None) -> Metric:
+    metrics = {metric.name: metric for metric in config.task.metrics}
+    if metric_name is None:
         return config.task.metrics[0]
-    if wanted == _TRAIN_LOSS:
-        return known["loss"]
-    if wanted not in known:
+    if metric_name == _TRAIN_LOSS:
+        return metrics["loss"]
+    if metric_name not in metrics:
         raise UserError(
-            f"--metric={wanted}: {config.task.name} has {', '.join(known)} and {_TRAIN_LOSS}."
+            f"--metric={metric_name}: {config.task.name} has {', '.join(metrics)} and "
+            f"{_TRAIN_LOSS}."
         )
-    return known[wanted]
+    return metrics[metric_name]
 
 
 def _curve(entry: Entry, label: str) -> Curve:

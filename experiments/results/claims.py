@@ -122,8 +122,8 @@ def _cells(one: Claim, select: Select) -> list[str]:
     ours, verdict = one.ours, one.verdict
     reasons = []
     if one.results:
-        wanted = {name: value for name, value in one.results.items() if name != "file"}
-        results, row = select(one.results["file"], wanted)
+        selection = {name: value for name, value in one.results.items() if name != "file"}
+        results, row = select(one.results["file"], selection)
         values = f"{statistics(row.values, results.metric)}, n = {len(row.values)}"
         ours = f"{values}; {ours}" if ours else values
         reasons += [f"n = {len(row.values)}"] if len(row.values) < ENOUGH else []

@@ -78,8 +78,8 @@ def text(directory: Path) -> str:
     parts = [_NOTE]
     for section in sections:
 
-        def table(found: re.Match[str], section: Path = section) -> str:
-            return _table(directory, section, found[1].split())
+        def table(match: re.Match[str], section: Path = section) -> str:
+            return _table(directory, section, match[1].split())
 
         parts.append(_TABLE.sub(table, section.read_text().strip()))
     return "\n\n".join(parts) + "\n"
@@ -136,12 +136,12 @@ def _table(directory: Path, section: Path, words: Sequence[str]) -> str:
 
 
 def _claims(directory: Path) -> str:
-    def select(name: str, wanted: Mapping[str, Any]) -> tuple[Results, Row]:
+    def select(name: str, selection: Mapping[str, Any]) -> tuple[Results, Row]:
         results = read(directory / f"{name}.json")
-        chosen = rows(results, wanted)
+        chosen = rows(results, selection)
         if len(chosen) != 1:
             raise UserError(
-                f"papers.toml: {name}.json has {len(chosen)} rows with {dict(wanted)}, not one."
+                f"papers.toml: {name}.json has {len(chosen)} rows with {dict(selection)}, not one."
             )
         return results, chosen[0]
 
@@ -205,26 +205,26 @@ def _numbers(directory: Path, name: str) -> str:
 
 
 def _chosen(name: str, results: Results, words: Sequence[str]) -> list[Row]:
-    wanted = dict(word.split("=", 1) for word in words)
-    chosen = rows(results, wanted)
+    selection = dict(word.split("=", 1) for word in words)
+    chosen = rows(results, selection)
     if not chosen:
         raise UserError(f"{name}.json has no run with {' '.join(words)}.")
     return chosen
 
 
-def rows(results: Results, wanted: Mapping[str, Any]) -> list[Row]:
-    """A row for each setting with the wanted values, in the order of the labels.
+def rows(results: Results, selection: Mapping[str, Any]) -> list[Row]:
+    """A row for each setting with the selected values, in the order of the labels.
 
     Args:
       results: of one file.
-      wanted: flags and their values, ``"none"`` for one that was not given.
+      selection: flags and their values, ``"none"`` for one that was not given.
     """
     chosen = [
         run
         for run in results.runs
         if all(
             _shown(run.settings.get(name, "none")) == _shown(value)
-            for name, value in wanted.items()
+            for name, value in selection.items()
         )
     ]
     groups: dict[tuple[Any, ...], dict[float | None, list[Record]]] = {}

@@ -72,14 +72,16 @@ def check(configs: Sequence[Config], delays: Sequence[int]) -> None:
     Raises:
       UserError: if a delay is out of range, or needs more memory than there is.
     """
-    wanted = _delays(configs, delays)
-    dataclasses.replace(COPY.declarations()["length"], name="delays", several=True).check(wanted)
+    chosen_delays = _delays(configs, delays)
+    dataclasses.replace(COPY.declarations()["length"], name="delays", several=True).check(
+        chosen_delays
+    )
     for config in configs:
         Learner(config)
         try:
-            Learner(_at_delay(config, wanted[-1]))
+            Learner(_at_delay(config, chosen_delays[-1]))
         except UserError as error:
-            raise UserError(f"--delays={wanted[-1]}: {error}") from None
+            raise UserError(f"--delays={chosen_delays[-1]}: {error}") from None
 
 
 def _delays(configs: Sequence[Config], delays: Sequence[int]) -> tuple[int, ...]:
@@ -138,7 +140,7 @@ def evaluate(
     """
     tables.claim(directory, _REPORTS)
     configs = [one.config for one in finished.values()]
-    wanted = _delays(configs, delays)
+    chosen_delays = _delays(configs, delays)
     results: dict[str, Any] = {}
     for label, one in finished.items():
         lanes_by_label = runs.by_rate(label, one.config)
@@ -149,7 +151,7 @@ def evaluate(
                 "lanes": one.config.training.lanes[lanes],
                 "accuracy": {},
             }
-        for delay in wanted:
+        for delay in chosen_delays:
             accuracy = accuracies(one, delay)
             for name, lanes in lanes_by_label.items():
                 results[name]["accuracy"][str(delay)] = accuracy[lanes]
@@ -163,7 +165,7 @@ def evaluate(
             label: np.array(list(result["accuracy"].values()), float)
             for label, result in results.items()
         },
-        wanted,
+        chosen_delays,
         {config.task.length for config in configs},
         1 / configs[0].task.symbols,
         directory / "figures" / "transfer.png",

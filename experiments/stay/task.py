@@ -18,6 +18,7 @@ from flax import linen as nn
 
 from experiments.datasets import measured, stays
 from experiments.records.reporting import say
+from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
 from experiments.settings.model import ModelSettings
 from experiments.stay import generated
@@ -161,7 +162,8 @@ class StayTask(StaySettings, SupervisedTask):
           ``"validation"`` and ``"test"``: float32 ``[T, N, 13]`` and int32 ``[1, N]``.
 
         Raises:
-          UserError: if files are missing or damaged.
+          UserError: if files are missing or damaged, or the stays of a held-out part are all
+            long or all short.
         """
         if self.generated:
             return jax.jit(self.load)()
@@ -173,16 +175,21 @@ class StayTask(StaySettings, SupervisedTask):
             labels: Any = self._stays.long_stay[part].astype(np.int32)
             return Batch(inputs, labels)
 
-        def held_out(part: np.ndarray) -> Batch:
+        def held_out(name: str, part: np.ndarray) -> Batch:
             inputs, labels, _ = batch(part)
+            if len(np.unique(labels)) < 2:
+                raise UserError(
+                    f"--data_dir={self.data_dir} has too few stays: those of the {name} part must "
+                    f"be some long and some short, but it has {len(labels)} of one kind."
+                )
             together: Any = np.ascontiguousarray(np.swapaxes(inputs, 0, 1))
             return Batch(together, labels[None])
 
         train, validation, test = parts
         return {
             "train": batch(train),
-            "validation": held_out(validation),
-            "test": held_out(test),
+            "validation": held_out("validation", validation),
+            "test": held_out("test", test),
         }
 
     def load(self) -> dict[str, Batch]:

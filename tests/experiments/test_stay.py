@@ -330,3 +330,13 @@ def test_settings_that_cannot_be():
         resolve("gato", data_dir="nowhere")
     with pytest.raises(UserError, match="MIMIC-III is not here: put ADMISSIONS"):
         resolve("gato").task.data()
+
+
+def test_stays_of_one_kind_cannot_be_ranked(monkeypatch, tmp_path):
+    """Ten stays: one of them is all that a held-out part has."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    folder = stay_files.write_cinc(tmp_path / "data", 10)
+    task = resolve(dataset="cinc2012", data_dir=str(folder)).task
+    sentence = r"has too few stays: those of the validation part .* but it has 1 of one kind\.$"
+    with pytest.raises(UserError, match=sentence):
+        task.read()

@@ -336,7 +336,7 @@ def test_stays_of_one_kind_cannot_be_ranked(monkeypatch, tmp_path):
     """Ten stays: one of them is all that a held-out part has."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     folder = stay_files.write_cinc(tmp_path / "data", 10)
-    task = resolve(dataset="cinc2012", data_dir=str(folder)).task
+    task = resolve(dataset="cinc2012", data_dir=str(folder), batch_size=2).task
     sentence = r"has too few stays: those of the validation part .* but it has 1 of one kind\.$"
     with pytest.raises(UserError, match=sentence):
         task.read()

@@ -125,7 +125,16 @@ __all__ = [
     "unroll",
 ]
 
-_MODULES = ("analysis", "desiderata", "gate_theory", "initializers", "interop", "nnx", "testing")
+_MODULES = (
+    "analysis",
+    "desiderata",
+    "gate_theory",
+    "initializers",
+    "interop",
+    "nnx",
+    "target",
+    "testing",
+)
 
 
 def __getattr__(name: str) -> types.ModuleType:

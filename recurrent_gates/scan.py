@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
-from recurrent_gates import checks
+from recurrent_gates import checks, target
 from recurrent_gates.base import Cell
 from recurrent_gates.carry import CarryFn, Noise, apply_after, apply_before, draw_noise
 from recurrent_gates.declared import Carry, Params
@@ -292,7 +292,7 @@ def unroll(
     if return_carries not in ("last", "all"):
         raise ValueError(f"return_carries must be 'last' or 'all', got {return_carries!r}.")
     if unroll is None:
-        unroll = _GPU_UNROLL if jax.default_backend() == "gpu" else 1
+        unroll = _GPU_UNROLL if target.platform() == "gpu" else 1
     unroll = checks.whole_number("unroll is a number of steps", unroll)
     if remat is not None:
         remat = checks.whole_number("remat is a chunk length in steps", remat)
@@ -369,7 +369,7 @@ def _resolve(backend: Backend, loop: Loop) -> Backend:
     """The backend that serves a loop; ValueError if the one that is asked for does not."""
     reasons = []
     if backend is Backend.AUTO:
-        platform = jax.default_backend()
+        platform = target.platform()
         backend = Backend.SCAN
         for candidate in _FASTEST_FIRST:
             reason = _form(candidate).unsupported(loop)

@@ -22,7 +22,7 @@ VERSION = recurrent_gates.__version__
 
 # A module imports from the lines above its own.
 ORDER = (
-    {"version", "shapes", "checks", "pickling"},
+    {"version", "shapes", "checks", "pickling", "target"},
     {"declared", "initializers", "carry", "pointwise"},
     {"gates", "mixing"},
     {"base"},

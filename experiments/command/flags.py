@@ -121,6 +121,7 @@ def define_run(values: FlagValues) -> None:
     """Defines the flags that say where and how a run is made, and change nothing of it."""
     add(values, "workdir", "where results go; default: runs/TASK/CELL-PROTOCOL-HASH")
     add(values, "describe", "print settings and parameter counts as JSON, train nothing", bool)
+    add(values, "compile_for", "compile the training step for a TPU such as v5e:4x4, train nothing")
     add(values, "profile", "trace so many steps into WORKDIR/profile", int)
     add(values, "coordinator_address", "HOST:PORT of the first of several processes")
     add(values, "num_processes", "how many processes train together", int)
@@ -133,6 +134,7 @@ class Request(NamedTuple):
     protocol: str
     settings: dict[str, Any]
     describe: bool
+    compile_for: str | None
     workdir: str | None
     profile: int
 
@@ -149,6 +151,9 @@ def request(experiment: Experiment, flag_values: Mapping[str, Any]) -> Request:
     """
     settings = {name: value for name, value in flag_values.items() if name not in OF_PROCESSES}
     protocol, describe = settings.pop("protocol", "small"), settings.pop("describe", False)
+    exclude(flag_values, "compile_for", "describe")
+    exclude(flag_values, "compile_for", "coordinator_address")
+    compile_for = settings.pop("compile_for", None)
     workdir, profile = settings.pop("workdir", None), settings.pop("profile", 0)
     if not 0 <= profile < 2**31:
         raise UserError(f"--profile must be at least 0 and below {2**31}, got {profile}.")
@@ -158,7 +163,7 @@ def request(experiment: Experiment, flag_values: Mapping[str, Any]) -> Request:
             settings[name] = (settings.pop(one.singular),)
         if one.flag in settings and one.flag != name:
             settings[name] = settings.pop(one.flag)
-    return Request(protocol, settings, describe, workdir, profile)
+    return Request(protocol, settings, describe, compile_for, workdir, profile)
 
 
 def exclude(flag_values: Iterable[str], one: str, other: str) -> None:

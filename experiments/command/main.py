@@ -154,7 +154,7 @@ def train_one(
     from experiments.command import flags, runs
     from experiments.machine.processes import is_first
     from experiments.settings.resolver import resolve
-    from experiments.training import loop
+    from experiments.training import ahead, loop
 
     request = flags.request(experiment, flag_values)
     config = resolve(experiment, request.protocol, request.settings)
@@ -162,6 +162,9 @@ def train_one(
         described = json.dumps(runs.description(experiment, config), indent=2)
         if is_first():
             print(described)
+        return None
+    if request.compile_for:
+        print(json.dumps(ahead.report(config, request.compile_for), indent=2))
         return None
     cell = config.model.cell.replace(":", ".")
     default = os.path.join("runs", experiment.name, f"{cell}-{request.protocol}-{config.hash()}")

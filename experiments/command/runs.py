@@ -21,7 +21,7 @@ from experiments.settings.fields import declared, defaults
 from experiments.settings.model import CarrySettings, ModelSettings
 from experiments.settings.optimization import TrainingSettings
 from experiments.settings.resolver import Experiment, explain
-from experiments.training import loop
+from experiments.training import ahead, loop
 from experiments.training.learner import Learner
 from experiments.training.state import State
 
@@ -191,6 +191,12 @@ def describe(experiment: Experiment, runs: Mapping[str, Config]) -> str:
     described = {label: description(experiment, config) for label, config in runs.items()}
     first = next(iter(described.values()))
     return json.dumps({**first, "runs": described}, indent=2)
+
+
+def compiled(runs: Mapping[str, Config], topology: str) -> str:
+    """One JSON object: what the compiler for a TPU says of each run; see ``ahead.report``."""
+    reports = {label: ahead.report(config, topology) for label, config in runs.items()}
+    return json.dumps({"runs": reports}, indent=2)
 
 
 def directory(task: str, protocol: str, configs: Sequence[Config]) -> Path:

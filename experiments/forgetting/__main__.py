@@ -52,6 +52,9 @@ def begin(flag_values: dict[str, Any]) -> None:
     if request.describe:
         print(runs.describe(FORGETTING, configs))
         return
+    if request.compile_for:
+        print(runs.compiled(configs, request.compile_for))
+        return
     default = runs.directory(FORGETTING.name, request.protocol, list(configs.values()))
     study.run(configs, Path(request.workdir or default), request.profile)
 

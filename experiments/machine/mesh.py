@@ -17,6 +17,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.settings.errors import UserError
+from recurrent_gates import target
 
 AXIS = "batch"
 
@@ -123,7 +124,7 @@ class DeviceMesh:
     """
 
     def __init__(self, batch_size: int) -> None:
-        devices = jax.devices()
+        devices = target.devices()
         size = max(n for n in range(1, len(devices) + 1) if batch_size % n == 0)
         if jax.process_count() > 1 and size != len(devices):
             raise UserError(
@@ -200,13 +201,14 @@ class DeviceMesh:
 
         return map_axes(put, axes, tree)
 
-    def placed_shapes(self, tree: Any) -> Any:
-        """The shapes of what ``place`` makes of a tree that every device has whole."""
-        sharding = NamedSharding(self._mesh, PartitionSpec())
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            jax.eval_shape(_same, tree),
-        )
+    def placed_shapes(self, tree: Any, axes: Any = None) -> Any:
+        """The shapes of what ``place`` makes of a tree."""
+
+        def placed(axis: int | None, leaf: Any) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(self._mesh, _spec(axis))
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        return map_axes(placed, axes, jax.eval_shape(_same, tree))
 
     def place_own(self, tree: Any, axes: Any) -> Any:
         """A tree of which each process has its own rows, on the devices."""

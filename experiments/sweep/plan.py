@@ -139,8 +139,8 @@ def _run(path: Path, experiment: Experiment, flag_values: Flags, directory: Path
             ["sweep", *texts], lambda values: flags.define_experiment(experiment, values)
         )
         request = flags.request(experiment, parsed)
-        if request.workdir or request.describe:
-            raise UserError("--workdir and --describe are not for a sweep.")
+        if request.workdir or request.describe or request.compile_for:
+            raise UserError("--workdir, --describe and --compile_for are not for a sweep.")
         if any(name in flag_values for name in flags.OF_PROCESSES):
             raise UserError("a run of a sweep is one process.")
         config = resolve(experiment, request.protocol, request.settings)

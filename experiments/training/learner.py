@@ -13,7 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.machine import memory
-from experiments.machine.mesh import DeviceMesh, Rows, check_axes, later, map_axes
+from experiments.machine.mesh import (
+    DeviceMesh,
+    Rows,
+    check_axes,
+    later,
+    map_axes,
+    probed_axes,
+)
 from experiments.settings.cells import build_cell
 from experiments.settings.config import Config
 from experiments.settings.errors import UserError
@@ -183,6 +190,24 @@ class Learner:
         lowered = self._advance_jit[self._streamed].lower(*self._advance_shapes())
         self._advance_compiled = lowered.compile()
 
+    def lower(self) -> tuple[jax.stages.Traced, jax.stages.Lowered]:
+        """``advance`` as it is traced and lowered for the target's devices, from shapes alone.
+
+        No file is read: what depends on the number of rows is a window, and read on the host.
+        """
+        rows = self._batch_size
+        streamed = jax.tree.leaves(probed_axes(self.task.shapes, rows)) != []
+        windows = self.lanes.axes(later(self.task.axes))
+        place = self.mesh.placed_shapes
+        state, (lanes, start, stop), window, resident = (
+            place(self.shapes(), self.state_axes),
+            place((self.lanes.together, np.int32(0), np.int32(1))),
+            place(self._window_stack(), windows) if streamed else None,
+            None if streamed else place(self._shapes),
+        )
+        traced = self._advance_jit[streamed].trace(state, lanes, window, resident, start, stop)
+        return traced, traced.lower(lowering_platforms=(self.mesh.platform,))
+
     def advance(self, state: State, start: int, stop: int) -> State:
         """Steps ``start`` to ``stop - 1``. The state passed in is used up."""
         assert self._advance_compiled is not None, "prepare first"
@@ -279,15 +304,17 @@ class Learner:
         Resident data are as they will be placed, so that they need not be to trace a step, and
         the trace serves to compile it.
         """
-        windows = None
-        if self._feed is not None:
-            windows = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct((CHUNK, *leaf.shape), leaf.dtype), self._shapes
-            )
-            windows = jax.eval_shape(self.lanes.stack, [windows for _ in self.lanes.each])
         numbers = self.mesh.place((self.lanes.together, np.int32(0), np.int32(1)))
         resident = self.mesh.placed_shapes(self._resident)
+        windows = self._window_stack() if self._streamed else None
         return (self.shapes(), numbers[0], windows, resident, *numbers[1:])
+
+    def _window_stack(self) -> Any:
+        """The shapes of the windows that go to the device together."""
+        windows = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((CHUNK, *leaf.shape), leaf.dtype), self._shapes
+        )
+        return jax.eval_shape(self.lanes.stack, [windows for _ in self.lanes.each])
 
     # One lane.
 

@@ -90,6 +90,9 @@ def _train(flag_values: dict[str, Any]) -> None:
     if request.describe:
         print(runs.describe(TRANSFER_COPY, configs))
         return
+    if request.compile_for:
+        print(runs.compiled(configs, request.compile_for))
+        return
     default = runs.directory(TRANSFER_COPY.name, request.protocol, list(configs.values()))
     study.run(configs, delays, Path(request.workdir or default), request.profile)
 

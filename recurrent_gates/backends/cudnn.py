@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jax.experimental import rnn
 
+from recurrent_gates import target
 from recurrent_gates.cells import LSTM, LSTMState
 from recurrent_gates.declared import Params
 from recurrent_gates.scan import Loop, Segment
@@ -54,7 +55,7 @@ def unsupported(loop: Loop) -> str | None:
 
 def _has_cuda() -> bool:
     """Whether the default devices are NVIDIA's."""
-    return "cuda" in jax.devices()[0].client.platform_version.lower()
+    return "cuda" in target.devices()[0].client.platform_version.lower()
 
 
 def chunk(loop: Loop) -> int | None:

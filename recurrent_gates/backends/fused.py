@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from recurrent_gates import target
 from recurrent_gates.backends.shared import two_layer
 from recurrent_gates.backends.shared.accumulation import (
     feeding,
@@ -78,7 +79,7 @@ def chunk(loop: Loop) -> int | None:
     than their sums, are not to be alive for all steps.
     """
     cell, steps = loop.settings.cell, loop.steps
-    cpu = jax.default_backend() == "cpu"
+    cpu = target.platform() == "cpu"
     if not (cpu or cell.sums) or loop.symbolic or not steps:
         return None
     weights = recurrent_weights(declared(cell), loop.params)
@@ -238,7 +239,7 @@ def _skips() -> bool:
 
     On a GPU the host decides which branch runs, and the device waits for it at every step.
     """
-    return jax.default_backend() != "gpu"
+    return target.platform() != "gpu"
 
 
 def _transposed(leaf: jax.Array) -> jax.Array:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from recurrent_gates import target
 from recurrent_gates.backends.shared.rows import projected
 from recurrent_gates.carry import Zoneout, get_field
 from recurrent_gates.declared import Carry
@@ -63,7 +64,7 @@ def chunk(loop: Loop) -> int | None:
 
     On a CPU a chunk's coefficients are to stay in a core's cache; see the fused backend.
     """
-    if jax.default_backend() != "cpu" or not loop.steps:
+    if target.platform() != "cpu" or not loop.steps:
         return None
     z = jax.eval_shape(loop.settings.cell.project, loop.params, loop.xs)
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(z))
@@ -234,7 +235,7 @@ def _solve(
 ) -> tuple[Vector, Vector]:
     """(last value, all that is written down ``[T, ...]``) of a linear step."""
     steps, width = inputs[0].shape[0], inputs[0][0].size
-    lanes = _LANES.get(jax.default_backend(), _MANY_LANES)
+    lanes = _LANES.get(target.platform(), _MANY_LANES)
     length = max(_LEAST, -(-steps * width // lanes))
     count = -(-steps // length)
     if count < 3:  # two passes over two blocks are as long as one over both

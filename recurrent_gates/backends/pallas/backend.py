@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from recurrent_gates import target
 from recurrent_gates.backends import fused
 from recurrent_gates.backends.pallas.gato import (
     MOST_FIRST_LAYER,
@@ -69,7 +70,7 @@ def unsupported(loop: Loop) -> str | None:
             fits = leaf.ndim == 1 or leaf.shape[1 : len(batch) + 1] == batch
             if not fits or leaf.ndim > len(batch) + 2:
                 return f"the noise of {type(fn).__name__} is not by step, example and unit."
-    return _does_not_fit(loop, jax.default_backend())
+    return _does_not_fit(loop, target.platform())
 
 
 def _does_not_fit(loop: Loop, platform: str) -> str | None:
@@ -85,7 +86,7 @@ def _does_not_fit(loop: Loop, platform: str) -> str | None:
     if platform == "tpu" and any(leaf.dtype.itemsize > 4 for leaf in numbers):
         return "a TPU kernel has no float64."
     shared = getattr(getattr(cell, "gate", None), "downsize", 1) > 1
-    if platform == "tpu" and shared and jax.devices()[0].device_kind in _NO_GATHER:
+    if platform == "tpu" and shared and target.devices()[0].device_kind in _NO_GATHER:
         return "this TPU's kernels cannot hand a master gate to several units."
     widths = {leaf.shape[-1] for leaf in jax.tree.leaves((loop.carry, weights))}
     if platform == "gpu" and any(width < 16 or width & (width - 1) for width in widths):

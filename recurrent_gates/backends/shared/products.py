@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from recurrent_gates import target
 from recurrent_gates.backends.shared.rows import as_transpose, flat, on_one_cpu
 from recurrent_gates.base import Cell
 from recurrent_gates.carry import apply_before, get_field
@@ -123,7 +124,7 @@ def merges(loop: Loop) -> bool:
     Args:
       loop: a product loop.
     """
-    backend = jax.default_backend()
+    backend = target.platform()
     if backend != "cpu" or loop.symbolic:
         return backend == "gpu"
     rows = math.prod(jax.tree.leaves(loop.carry)[0].shape[:-1])
@@ -131,7 +132,7 @@ def merges(loop: Loop) -> bool:
     if rows == 1 or width <= _FEW_FEATURES:
         return True
     work = rows * width**2
-    return jax.device_count() == 1 and rows >= _SPLIT_ROWS and _LEAST_WORK <= work <= _ONE_THREAD
+    return target.device_count() == 1 and rows >= _SPLIT_ROWS and _LEAST_WORK <= work <= _ONE_THREAD
 
 
 def merged_products(loop: Loop, dtype: Any) -> tuple[Merged, ...]:

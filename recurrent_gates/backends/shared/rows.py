@@ -7,14 +7,15 @@ from typing import Any
 
 import jax
 
+from recurrent_gates import target
 from recurrent_gates.scan import Loop
 
 
 def on_one_cpu() -> bool:
     """Whether what is traced surely runs on one CPU device: there is no other, or by shard_map."""
-    if jax.default_backend() != "cpu":
+    if target.platform() != "cpu":
         return False
-    return jax.device_count() == 1 or jax.sharding.get_abstract_mesh().are_all_axes_manual
+    return target.device_count() == 1 or jax.sharding.get_abstract_mesh().are_all_axes_manual
 
 
 def flat(x: jax.Array, axes: int) -> jax.Array:

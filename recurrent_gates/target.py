@@ -1,0 +1,53 @@
+"""What programs are compiled for: the machine that runs, or another one.
+
+Forms of a recurrence are chosen by platform while a program is traced. Here is asked which one that
+is, so that a machine without a TPU can compile what a TPU would run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
+
+import jax
+
+_DEVICES: contextvars.ContextVar[tuple[jax.Device, ...]] = contextvars.ContextVar(
+    "devices", default=()
+)
+
+
+@contextlib.contextmanager
+def compiling_for(devices: Sequence[jax.Device]) -> Iterator[None]:
+    """Takes these devices for the machine's own while programs are traced and compiled.
+
+    Args:
+      devices: of one kind, such as those of
+        ``jax.experimental.topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")``.
+
+    Raises:
+      ValueError: if there is no device.
+    """
+    if not devices:
+        raise ValueError("devices must not be empty.")
+    token = _DEVICES.set(tuple(devices))
+    try:
+        yield
+    finally:
+        _DEVICES.reset(token)
+
+
+def devices() -> list[jax.Device]:
+    """The devices of the target, over all processes."""
+    return list(_DEVICES.get()) or jax.devices()
+
+
+def platform() -> str:
+    """``"cpu"``, ``"gpu"`` or ``"tpu"``."""
+    chosen = _DEVICES.get()
+    return chosen[0].platform if chosen else jax.default_backend()
+
+
+def device_count() -> int:
+    """How many devices the target has."""
+    return len(_DEVICES.get()) or jax.device_count()

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 
 import jax
 
+__all__ = ["compiling_for", "device_count", "devices", "platform"]
+
 _DEVICES: contextvars.ContextVar[tuple[jax.Device, ...]] = contextvars.ContextVar(
     "devices", default=()
 )

@@ -117,6 +117,12 @@ def draw(key: jax.Array, groups: int, part: str | None) -> Scenes:
     return Scenes(_picture(of_picture, scene, pixels(groups)), captions)
 
 
+def true_captions(key: jax.Array, groups: int, part: str | None) -> jax.Array:
+    """All that the grammar says of the scene that ``draw`` makes of this key, int32 ``[6, T]``."""
+    scene = draw_groups(jax.random.split(key, 3)[0], groups, part)
+    return jax.vmap(functools.partial(caption, scene))(jnp.arange(_STYLES, dtype=jnp.int32))
+
+
 def draw_groups(key: jax.Array, count: int, part: str | None) -> Groups:
     """The groups of a scene; see ``draw``."""
     keys = iter(jax.random.split(key, 6))

@@ -6,10 +6,11 @@ BLEU comes from sacrebleu. The other scores, and BLEU once more, are those of CO
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from experiments.settings.errors import UserError
@@ -98,10 +99,22 @@ def coco(captions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[s
     scores["rouge_l"] = float(Rouge().compute_score(truth, said)[0])
     scores["cider"] = float(Cider().compute_score(truth, said)[0])
     if has_java():
-        from pycocoevalcap.meteor.meteor import Meteor
-
-        scores["meteor"] = float(Meteor().compute_score(truth, said)[0])
+        with _meteor() as meteor:
+            scores["meteor"] = float(meteor.compute_score(truth, said)[0])
     return scores
+
+
+@contextlib.contextmanager
+def _meteor() -> Iterator[Any]:
+    """METEOR's scorer, whose Java ends with the context, and closes its pipes."""
+    from pycocoevalcap.meteor.meteor import Meteor
+
+    scorer = Meteor()
+    with scorer.meteor_p as process:
+        try:
+            yield scorer
+        finally:
+            process.kill()
 
 
 def tokenised(texts: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -1,10 +1,14 @@
 """Test pictures with their true captions and the model's, and where it looked, word by word.
 
+A caption of a scene is true or not: the grammar says so, whether or not it is among the references.
+Of a photograph only the references are known to be true, so no other caption is called wrong.
+
 Letters: N pictures, S pixels of a side, T words, L regions.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import textwrap
 from pathlib import Path
@@ -22,7 +26,7 @@ from experiments.records.reporting import say
 
 _ACROSS = 3  # pictures beside each other
 _LINE = 44  # letters of a line of a caption
-_RIGHT, _OTHER = "#2e933c", "#d1495b"
+_COLOURS = {True: "#2e933c", False: "#d1495b", None: "black"}
 
 
 class Shown(NamedTuple):
@@ -31,13 +35,15 @@ class Shown(NamedTuple):
     Attributes:
       pixels: uint8 ``[N, S, S, 3]``.
       said: the model's captions.
-      truth: true ones of each picture.
+      true: whether they are; None: not known.
+      nearest: of the references of each picture the one most like what is said.
       weights: where it looked ``[N, T, L]``; None: it does not look at regions.
     """
 
     pixels: np.ndarray
     said: list[str]
-    truth: list[list[str]]
+    true: list[bool | None]
+    nearest: list[str]
     weights: np.ndarray | None
 
 
@@ -53,8 +59,10 @@ def draw(finished: Finished, workdir: Path, count: int) -> None:
         return
     shown = _shown(finished, finished.lane(finished.params, lanes[0]), count)
     config = finished.config
+    assert isinstance(config.task, CaptioningTask)
     title = f"{config.task.captioner}  ·  {config.model.cell}  ·  test pictures"
-    _draw_captions(shown, workdir / "figures" / "captions.png", title)
+    of_colours = "green: true, red: false" if config.task.generated else "green: a reference"
+    _draw_captions(shown, workdir / "figures" / "captions.png", f"{title}  ·  {of_colours}")
     if shown.weights is not None:
         _draw_attention(shown, workdir / "figures" / "attention.png", title)
 
@@ -71,13 +79,25 @@ def _shown(finished: Finished, params: Any, count: int) -> Shown:
         return words, learner.apply(params, pictures, words[:, None]).weights
 
     words, weights = jax.device_get(say_and_look(params, window.pictures))
-    references = task.references
-    return Shown(
-        pixels,
-        [task.text(row) for row in words],
-        [references[number] for number in window.numbers],
-        None if weights is None else weights[:, 0],
-    )
+    said = [task.text(row) for row in words]
+    references = [task.references[number] for number in window.numbers]
+    true: list[bool | None]
+    if task.generated:
+        known = task.true_of("test", count)
+        true = [one in of for one, of in zip(said, known, strict=True)]
+    else:
+        true = [one in of or None for one, of in zip(said, references, strict=True)]
+    nearest = [_nearest(one, of) for one, of in zip(said, references, strict=True)]
+    return Shown(pixels, said, true, nearest, None if weights is None else weights[:, 0])
+
+
+def _nearest(said: str, references: list[str]) -> str:
+    """The reference with most of the same words in the same order."""
+
+    def likeness(reference: str) -> float:
+        return difflib.SequenceMatcher(None, said.split(), reference.split()).ratio()
+
+    return max(references, key=likeness)
 
 
 def _pictures(finished: Finished, task: CaptioningTask, count: int) -> tuple[Window, np.ndarray]:
@@ -98,13 +118,12 @@ def _draw_captions(shown: Shown, path: Path, title: str) -> None:
     with page(path, 3.6 * _ACROSS, 3.6 * down, title, of_a_run=True) as figure:
         for axes in figure.subplots(down, _ACROSS, squeeze=False).ravel()[len(shown.said) :]:
             axes.remove()
-        for axes, pixels, said, truth in zip(
-            figure.axes, shown.pixels, shown.said, shown.truth, strict=True
+        for axes, pixels, said, true, nearest in zip(
+            figure.axes, shown.pixels, shown.said, shown.true, shown.nearest, strict=True
         ):
             _draw_picture(axes, pixels)
-            right = said in truth
-            axes.set_title(_wrapped(said), fontsize=8, color=_RIGHT if right else _OTHER)
-            axes.set_xlabel(_wrapped(f"true: {truth[0]}"), fontsize=8, color="0.35")
+            axes.set_title(_wrapped(said), fontsize=8, color=_COLOURS[true])
+            axes.set_xlabel(_wrapped(f"reference: {nearest}"), fontsize=8, color="0.35")
     say(f"figure: {path}")
 
 
@@ -127,6 +146,7 @@ def _draw_attention(shown: Shown, path: Path, title: str) -> None:
                     cmap="inferno",
                     alpha=0.65,
                     vmin=0,
+                    vmax=weights[: len(words)].max(),  # one scale for a caption's words
                     extent=(-0.5, size - 0.5, size - 0.5, -0.5),
                 )
                 axes.set_title(word, fontsize=8)

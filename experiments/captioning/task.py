@@ -47,7 +47,7 @@ from experiments.training.task import Apply, BaseTask, Fresh, HeldOut, Outcome, 
 from recurrent_gates import RNN, Stack
 
 _SCENES = 3200  # to train on, fresh ones each time, are called a pass
-_KEYS = {"validation": 0x5CE7E, "test": 0x5CE7F}  # of the held-out scenes
+_SEEDS = {"validation": 0x5CE7E, "test": 0x5CE7F}  # of the held-out scenes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -251,7 +251,7 @@ class CaptioningTask(CaptioningSettings, BaseTask):
         if self.generated:
             return {name: _Pictures(name, len(of.numbers)) for name, of in data.items()}
         parts = self.corpus.parts
-        return {name: _Pictures(name, len(getattr(parts, name)), True) for name in _KEYS}
+        return {name: _Pictures(name, len(getattr(parts, name)), True) for name in _SEEDS}
 
     def text(self, words: Sequence[int]) -> str:
         """Words before the end of a caption, with blanks between them."""
@@ -269,6 +269,13 @@ class CaptioningTask(CaptioningSettings, BaseTask):
             return _tokenised(self.corpus)
         drawn = _held_out_captions(self.groups, self.held_out_scenes)
         return [[self.text(caption) for caption in of] for of in drawn]
+
+    def true_of(self, name: str, count: int) -> list[set[str]]:
+        """Of the first so many scenes of a held-out set, every caption that is true of each."""
+        keys = _held_out_keys(name, self.held_out_scenes)[:count]
+        of_scene = functools.partial(scenes.true_captions, groups=self.groups, part=name)
+        made = jax.device_get(jax.jit(jax.vmap(of_scene))(keys))
+        return [{self.text(caption) for caption in of} for of in made]
 
     def scores(
         self, sums: Mapping[str, tuple[np.ndarray, np.ndarray]], outputs: list[Any]
@@ -309,11 +316,15 @@ class _Pictures:
         return rows.of(window._replace(counts=counts), 0), stream
 
 
+def _held_out_keys(name: str, count: int) -> jax.Array:
+    return jax.random.split(jax.random.key(_SEEDS[name]), count)
+
+
 def _held_out_scenes(groups: int, count: int) -> dict[str, Window]:
     """The held-out sets, which are the same for all seeds and models."""
     sets = {}
-    for at, (name, seed) in enumerate(_KEYS.items()):
-        keys = jax.random.split(jax.random.key(seed), count)
+    for at, name in enumerate(_SEEDS):
+        keys = _held_out_keys(name, count)
         drawn = jax.vmap(lambda key, name=name: scenes.draw(key, groups, name))(keys)
         numbers = at * count + jnp.arange(count, dtype=jnp.int32)
         sets[name] = Window(drawn.pictures, drawn.captions, numbers, jnp.ones(count, bool))
@@ -323,7 +334,7 @@ def _held_out_scenes(groups: int, count: int) -> dict[str, Window]:
 @functools.lru_cache(maxsize=2)
 def _held_out_captions(groups: int, count: int) -> np.ndarray:
     drawn = jax.jit(_held_out_scenes, static_argnums=(0, 1))(groups, count)
-    return np.concatenate([np.asarray(drawn[name].captions) for name in _KEYS])
+    return np.concatenate([np.asarray(drawn[name].captions) for name in _SEEDS])
 
 
 _TOKENISED: dict[int, list[list[str]]] = {}

@@ -95,6 +95,8 @@ def combinations(groups, relations):
 @pytest.mark.parametrize("groups", [2, 5])
 def test_captions_are_true(groups):
     truth, drawn_scenes = drawn(groups, None, 40)
+    of_scene = jax.vmap(lambda key: scenes.true_captions(key, groups, None))
+    known = jax.device_get(jax.jit(of_scene)(jax.random.split(jax.random.key(3), 40)))
     lengths = set()
     for number, captions in enumerate(drawn_scenes.captions):
         assert len({tuple(caption) for caption in captions}) == scenes.REFERENCES
@@ -112,9 +114,11 @@ def test_captions_are_true(groups):
             down = "above" if row < next_row else "below"
             relations.append(across if row == next_row else down)
         backwards = [OPPOSITE[relation] for relation in relations[::-1]]
-        for caption in captions:
+        for caption in known[number]:
             assert parsed(caption) in [(chain, relations), (chain[::-1], backwards)]
-            lengths.add(int((caption != END).sum()))
+        assert len({tuple(caption) for caption in known[number]}) == 6
+        assert {tuple(caption) for caption in captions} < {tuple(one) for one in known[number]}
+        lengths |= {int((caption != END).sum()) for caption in captions}
     assert drawn_scenes.captions.shape[-1] == scenes.longest(groups) == 20 + 9 * (groups - 2)
     # Two relations across never follow each other in a grid of two by two.
     assert (
@@ -122,6 +126,17 @@ def test_captions_are_true(groups):
         if groups == 2
         else max(lengths) < scenes.longest(groups)
     )
+
+
+def test_a_true_paraphrase_is_no_mistake():
+    """Of six true captions five are references; the sixth is true as well, and no other is."""
+    task = config().task
+    held_out = task.references[-task.held_out_scenes :]
+    for references, true in zip(held_out[:4], task.true_of("test", 4), strict=True):
+        assert set(references) < true
+        assert len(true) == 6
+        (left,) = true - set(references)
+        assert not any(left in of for of in held_out)
 
 
 def test_pictures_show_their_scenes():

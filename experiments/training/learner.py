@@ -197,12 +197,11 @@ class Learner:
         """
         rows = self._batch_size
         streamed = jax.tree.leaves(probed_axes(self.task.shapes, rows)) != []
-        windows = self.lanes.axes(later(self.task.axes))
         place = self.mesh.placed_shapes
         state, (lanes, start, stop), window, resident = (
             place(self.shapes(), self.state_axes),
             place((self.lanes.together, np.int32(0), np.int32(1))),
-            place(self._window_stack(), windows) if streamed else None,
+            self._placed_windows() if streamed else None,
             None if streamed else place(self._shapes),
         )
         traced = self._advance_jit[streamed].trace(state, lanes, window, resident, start, stop)
@@ -301,20 +300,22 @@ class Learner:
     def _advance_shapes(self) -> tuple[Any, ...]:
         """The arguments of ``advance``: shapes, but for numbers.
 
-        Resident data are as they will be placed, so that they need not be to trace a step, and
-        the trace serves to compile it.
+        Data are as they will be placed, so that they need not be to trace a step, and the trace
+        serves to compile it: without their places, what training does not use would be compiled
+        for another.
         """
         numbers = self.mesh.place((self.lanes.together, np.int32(0), np.int32(1)))
         resident = self.mesh.placed_shapes(self._resident)
-        windows = self._window_stack() if self._streamed else None
+        windows = self._placed_windows() if self._streamed else None
         return (self.shapes(), numbers[0], windows, resident, *numbers[1:])
 
-    def _window_stack(self) -> Any:
-        """The shapes of the windows that go to the device together."""
+    def _placed_windows(self) -> Any:
+        """The shapes of the windows that go to the device together, as they will be placed."""
         windows = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((CHUNK, *leaf.shape), leaf.dtype), self._shapes
         )
-        return jax.eval_shape(self.lanes.stack, [windows for _ in self.lanes.each])
+        stacked = jax.eval_shape(self.lanes.stack, [windows for _ in self.lanes.each])
+        return self.mesh.placed_shapes(stacked, self.lanes.axes(later(self.task.axes)))
 
     # One lane.
 

@@ -376,7 +376,12 @@ def small_network(monkeypatch):
 # An attending cell reads 2,048 features at every step, so that one update of Adam moves a gate by
 # the rate times their sum: at a rate of 0.03 those of random weights, of 1.5 each, would shut it
 # for good, and the loss would stay that of how often a word comes.
-ATTENDING = {"captioner": "show_attend_tell", "attention_units": 4, "hidden_size": 24, "embedding": 8}
+ATTENDING = {
+    "captioner": "show_attend_tell",
+    "attention_units": 4,
+    "hidden_size": 24,
+    "embedding": 8,
+}
 
 
 @pytest.mark.parametrize(("more", "scale", "most"), [({}, 1.0, 1.0), (ATTENDING, 0.01, 0.6)])

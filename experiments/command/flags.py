@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from absl.flags import FlagValues
 
+from experiments.records.storage import DEFAULTS, Storage
 from experiments.settings.derived import Depends, Epochs, OnlySeed
 from experiments.settings.errors import UserError
 from experiments.settings.fields import Setting, shown_value
@@ -123,6 +124,9 @@ def define_run(values: FlagValues) -> None:
     add(values, "describe", "print settings and parameter counts as JSON, train nothing", bool)
     add(values, "compile_for", "compile the training step for a TPU such as v5e:4x4, train nothing")
     add(values, "profile", "trace so many steps into WORKDIR/profile", int)
+    add(values, "keep_checkpoints", f"how many stay; default: {DEFAULTS.keep_checkpoints}", int)
+    meaning = "what a full disk means: stop (default: exit code 1), or wait until there is room"
+    add(values, "on_full_disk", meaning, choices=("stop", "wait"))
     add(values, "coordinator_address", "HOST:PORT of the first of several processes")
     add(values, "num_processes", "how many processes train together", int)
     add(values, "process_id", "which of them this is, from 0", int)
@@ -137,6 +141,7 @@ class Request(NamedTuple):
     compile_for: str | None
     workdir: str | None
     profile: int
+    storage: Storage
 
 
 def request(experiment: Experiment, flag_values: Mapping[str, Any]) -> Request:
@@ -157,13 +162,22 @@ def request(experiment: Experiment, flag_values: Mapping[str, Any]) -> Request:
     workdir, profile = settings.pop("workdir", None), settings.pop("profile", 0)
     if not 0 <= profile < 2**31:
         raise UserError(f"--profile must be at least 0 and below {2**31}, got {profile}.")
+    storage = _storage(settings)
     for name, one in experiment.declarations().items():
         if one.singular and one.singular in settings:
             exclude(settings, one.singular, one.flag)
             settings[name] = (settings.pop(one.singular),)
         if one.flag in settings and one.flag != name:
             settings[name] = settings.pop(one.flag)
-    return Request(protocol, settings, describe, compile_for, workdir, profile)
+    return Request(protocol, settings, describe, compile_for, workdir, profile, storage)
+
+
+def _storage(settings: dict[str, Any]) -> Storage:
+    """What is asked of storage; it is taken from the flags."""
+    keep = settings.pop("keep_checkpoints", DEFAULTS.keep_checkpoints)
+    if not 1 <= keep < 2**31:
+        raise UserError(f"--keep_checkpoints must be at least 1 and below {2**31}, got {keep}.")
+    return Storage(keep, waits=settings.pop("on_full_disk", "stop") == "wait")
 
 
 def exclude(flag_values: Iterable[str], one: str, other: str) -> None:

@@ -48,6 +48,7 @@ def main(
 
     from experiments.command import flags
     from experiments.settings.errors import (
+        DivergedError,
         FailedRunsError,
         ProcessError,
         StorageError,
@@ -72,7 +73,7 @@ def main(
             sys.stdout.flush()
         except UserError as error:
             fail(name, str(error))
-        except (StorageError, ProcessError, FailedRunsError) as error:
+        except (StorageError, ProcessError, FailedRunsError, DivergedError) as error:
             fail(name, str(error), 1)
         except BrokenPipeError:  # whoever read it, such as ``head``, has enough
             fail(name, "nobody reads the standard output.", 1)
@@ -169,7 +170,8 @@ def train_one(
     cell = config.model.cell.replace(":", ".")
     default = os.path.join("runs", experiment.name, f"{cell}-{request.protocol}-{config.hash()}")
     workdir = Path(request.workdir or default)
-    return workdir if loop.run(config, workdir, request.profile, illustrate) else None
+    done = loop.run(config, workdir, request.profile, illustrate, request.storage)
+    return workdir if done else None
 
 
 def join_processes(name: str, flag_values: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from experiments.records.checkpoints import Checkpoints
 from experiments.records.reporting import say
+from experiments.records.storage import DEFAULTS, Storage
 from experiments.records.workdir import Workdir
 from experiments.settings.config import Config, as_tuples
 from experiments.settings.errors import UserError
@@ -154,7 +155,11 @@ def finished(workdir: str | Path, known: Collection[Experiment]) -> Finished:
 
 
 def train_all(
-    runs: Mapping[str, Config], experiment: Experiment, directory: Path, profile: int = 0
+    runs: Mapping[str, Config],
+    experiment: Experiment,
+    directory: Path,
+    profile: int = 0,
+    storage: Storage = DEFAULTS,
 ) -> dict[str, Finished] | None:
     """Trains runs, each in a subdirectory of its label; those that are finished are read.
 
@@ -163,6 +168,7 @@ def train_all(
       experiment: what they train, known by its task's name.
       directory: of the runs.
       profile: so many steps of each are traced; 0: none.
+      storage: see ``loop.run``.
 
     Returns:
       The finished runs by label; None if they were asked to stop before.
@@ -176,7 +182,7 @@ def train_all(
         Learner(config)
     for label, config in runs.items():
         say(f"{label}:")
-        if loop.run(config, directory / label, profile) is None:
+        if loop.run(config, directory / label, profile, storage=storage) is None:
             return None
     return {label: finished(directory / label, [experiment]) for label in runs}
 

@@ -56,7 +56,7 @@ def begin(flag_values: dict[str, Any]) -> None:
         print(runs.compiled(configs, request.compile_for))
         return
     default = runs.directory(FORGETTING.name, request.protocol, list(configs.values()))
-    study.run(configs, Path(request.workdir or default), request.profile)
+    study.run(configs, Path(request.workdir or default), request.profile, request.storage)
 
 
 if __name__ == "__main__":

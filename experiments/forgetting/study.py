@@ -16,6 +16,7 @@ from experiments.figures.curves import Curve
 from experiments.forgetting import figure
 from experiments.forgetting.settings import FORGETTING
 from experiments.records.reporting import number, say
+from experiments.records.storage import DEFAULTS, Storage
 from experiments.records.workdir import read_rows
 from experiments.settings.config import Config
 from experiments.training.learner import Learner
@@ -30,7 +31,9 @@ def check(configs: Mapping[str, Config]) -> None:
         Learner(config).cell  # noqa: B018, a property that refuses several layers
 
 
-def run(configs: Mapping[str, Config], directory: Path, profile: int = 0) -> dict[str, Any] | None:
+def run(
+    configs: Mapping[str, Config], directory: Path, profile: int = 0, storage: Storage = DEFAULTS
+) -> dict[str, Any] | None:
     """Trains what is not trained yet, then reports errors and timescales.
 
     Leaves ``forgetting.json``, ``forgetting.md`` and ``figures/forgetting.png``.
@@ -39,6 +42,7 @@ def run(configs: Mapping[str, Config], directory: Path, profile: int = 0) -> dic
       configs: of a ``ForgettingTask``, by cell.
       directory: where the runs and the report go.
       profile: so many steps of each run are traced; 0: none.
+      storage: see ``loop.run``.
 
     Returns:
       What ``forgetting.json`` holds, ``{label: report}``: the label is the cell, and the learning
@@ -49,7 +53,7 @@ def run(configs: Mapping[str, Config], directory: Path, profile: int = 0) -> dic
       UserError: if a config or the directory cannot be.
     """
     tables.claim(directory, (*configs, "forgetting.*", "figures"))
-    trained = runs.train_all(configs, FORGETTING, directory, profile)
+    trained = runs.train_all(configs, FORGETTING, directory, profile, storage)
     if trained is None:
         return None
     reports: dict[str, dict[str, Any]] = {}

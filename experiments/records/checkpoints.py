@@ -19,13 +19,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 
-from experiments.records.storage import written
+from experiments.records.storage import DEFAULTS, written
 from experiments.records.workdir import EarlierVersionError
 from experiments.settings.errors import UserError
 
 T = TypeVar("T")
 
-_KEPT = 3
 _STEP = re.compile(r"0|[1-9][0-9]*")
 _CONTENTS = "contents.json"  # of a checkpoint: its leaves' shapes and its files' digests
 _ORBAX = ".orbax-checkpoint-tmp"  # in the name of a checkpoint that Orbax writes
@@ -41,13 +40,17 @@ class _Condition(enum.Enum):
 class Checkpoints:
     """The last few states of a run, one directory each, named by step.
 
+    Args:
+      directory: of the checkpoints; it is made with the first one.
+      keep: how many stay, the newest ones.
+
     Orbax writes a state beside its place, and it is renamed into it: it is there whole or not at
     all. With it go the shapes of its arrays and a digest of each file. Orbax is asked to read
     only what agrees with them: where a file is damaged, its threads say more than they should.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory.absolute()
+    def __init__(self, directory: Path, keep: int = DEFAULTS.keep_checkpoints) -> None:
+        self._directory, self._keep = directory.absolute(), keep
         # Of several processes one writes, and waits for no other.
         alone = ocp.options.MultiprocessingOptions(
             primary_host=0, active_processes={0}, barrier_sync_key_prefix="records"
@@ -74,8 +77,7 @@ class Checkpoints:
         """
         path, new, old = self._path(step), self._path(step, _NEW), self._path(step, _OLD)
         leaves = _named_leaves(jax.device_get(state))
-        for left in (new, old):
-            shutil.rmtree(left, ignore_errors=True)
+        self._tidy()  # a save that failed may have left the only state of this step as the old one
         try:
             with written(path):
                 self._directory.mkdir(exist_ok=True)
@@ -87,6 +89,7 @@ class Checkpoints:
                     json.dump(contents, file)
                     file.flush()
                     os.fsync(file.fileno())
+                _sync(new)
                 if path.exists():
                     path.rename(old)
                 new.rename(path)
@@ -94,7 +97,7 @@ class Checkpoints:
         finally:
             shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
-        for superfluous in self.steps[:-_KEPT]:
+        for superfluous in self.steps[: -self._keep]:
             shutil.rmtree(self._path(superfluous), ignore_errors=True)
 
     def restore(
@@ -176,6 +179,10 @@ class Checkpoints:
 
     def _condition(self, step: int, like: Any) -> _Condition:
         path = self._path(step)
+        if any(
+            one.is_symlink() for one in (path, *path.rglob("*"))
+        ):  # what it leads to is not ours
+            return _Condition.DAMAGED
         try:
             contents = json.loads((path / _CONTENTS).read_bytes().decode())
             if contents["files"] != _digests(path):
@@ -215,7 +222,7 @@ def _digests(directory: Path) -> dict[str, str]:
     return {
         str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.name != _CONTENTS
+        if path.is_file() and path != directory / _CONTENTS
     }
 
 

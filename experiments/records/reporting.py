@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.records.storage import cannot_write, tolerated
+from experiments.records.storage import Patience, cannot_write, tolerated
 from experiments.records.workdir import Row, Workdir, append_row
 from experiments.settings.config import Config
 
@@ -41,9 +41,19 @@ class Report:
 
     The run does not need what is kept here: it goes on without what cannot be written, unless
     the disk is full.
+
+    Args:
+      config: of the run.
+      work: its files.
+      watched: the name of the set that is evaluated.
+      step: the first one.
+      patience: writes what fits on the disk.
     """
 
-    def __init__(self, config: Config, work: Workdir, watched: str, step: int) -> None:
+    def __init__(
+        self, config: Config, work: Workdir, watched: str, step: int, patience: Patience
+    ) -> None:
+        self._patience = patience
         self._timing, self._events = work.timing, work.path / "tensorboard"
         self._watched = watched
         self._failed: set[Path] = set()
@@ -61,7 +71,7 @@ class Report:
         Raises:
           StorageError: if there is no room for them.
         """
-        self._progress.evaluated(row, self._watched)
+        self._patience(lambda: self._progress.evaluated(row, self._watched))
         self._keep(self._timing, lambda: append_row(self._timing, {"step": row["step"], **clock}))
         self._keep(self._events, lambda: self._board.write(row, self._watched))
 
@@ -81,9 +91,13 @@ class Report:
         if path in self._failed:
             return
         self._failed.add(path)
-        with tolerated(path, say):
-            write()
-            self._failed.remove(path)
+
+        def attempt() -> None:
+            with tolerated(path, say):
+                write()
+                self._failed.remove(path)
+
+        self._patience(attempt)
 
 
 class Progress:

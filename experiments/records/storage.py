@@ -2,18 +2,81 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from experiments.settings.errors import StorageError
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NO_WRITING = (*NO_ROOM, errno.EROFS, errno.EIO)
+T = TypeVar("T")
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_WRITING = (*_FULL, errno.EFBIG, errno.EROFS, errno.EIO)
+_WAIT_SECONDS = 5.0  # between looks whether there is room again
 _IN_TENSORSTORE = re.compile(r"(?:OS error |os_error_code=')(\d+)")  # of a ValueError
+
+
+class Storage(NamedTuple):
+    """How a run keeps what it leaves behind; none of it changes a result.
+
+    Attributes:
+      keep_checkpoints: how many checkpoints stay, the newest ones.
+      waits: whether a run whose disk is full waits for room, in the place of ending.
+    """
+
+    keep_checkpoints: int = 3
+    waits: bool = False
+
+
+DEFAULTS = Storage()
+
+
+class Patience:
+    """Writes what can be written again, and waits for room where the run is to.
+
+    Args:
+      waits: whether it does.
+      say: is told when waiting begins and ends.
+      stopped: whether the run was asked to stop: then nothing is waited for.
+    """
+
+    def __init__(
+        self, waits: bool, say: Callable[[str], None], stopped: Callable[[], bool]
+    ) -> None:
+        self._waits, self._say, self._stopped = waits, say, stopped
+
+    def __call__(self, write: Callable[[], T]) -> T:
+        """What ``write`` returns.
+
+        Raises:
+          StorageError: if it cannot be written, for another reason than a full disk or where
+            that is not waited for.
+        """
+        waiting = False
+        while True:
+            try:
+                value = write()
+            except StorageError as error:
+                if not (self._waits and error.full) or self._stopped():
+                    raise
+                sentence, _, _ = str(error).partition(";")
+            else:
+                if waiting:
+                    self._tell("there is room again; going on.")
+                return value
+            if not waiting:
+                self._tell(f"warning: {sentence}; waiting for room, and SIGTERM ends the run.")
+            waiting = True
+            time.sleep(_WAIT_SECONDS)
+
+    def _tell(self, text: str) -> None:
+        with contextlib.suppress(StorageError):  # the output may be on the same disk
+            self._say(text)
 
 
 def reason(error: BaseException) -> str:
@@ -29,7 +92,7 @@ def no_writing(error: BaseException) -> bool:
     return _number(error) in _NO_WRITING
 
 
-@contextmanager
+@contextlib.contextmanager
 def written(path: Path) -> Iterator[None]:
     """Writes what a run cannot do without.
 
@@ -47,7 +110,7 @@ def written(path: Path) -> Iterator[None]:
         raise cannot_write(path, error) from None
 
 
-@contextmanager
+@contextlib.contextmanager
 def tolerated(path: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Writes what a run can do without: it goes on, unless there is no room for the rest either.
 
@@ -72,7 +135,8 @@ def cannot_write(path: Path, error: BaseException) -> StorageError:
     """The sentence."""
     return StorageError(
         f"cannot write {path}: {reason(error)}; what was saved before is kept, and the same "
-        "command goes on from there."
+        "command goes on from there.",
+        full=_number(error) in _FULL,
     )
 
 

@@ -58,6 +58,7 @@ class Workdir:
           UserError: if it cannot be written, is in use or belongs to another config.
         """
         self._check_ours(config)
+        self._check_links()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / "lock").open("w")
@@ -101,6 +102,18 @@ class Workdir:
             held = False
         if not held:
             raise StorageError(f"the workdir {self.path} was removed while the run was training.")
+
+    def _check_links(self) -> None:
+        """Raises ``UserError`` if a symbolic link in the directory leads out of it: through it a
+        stranger's workdir would have other files written."""
+        inside = self.path.resolve()
+        for folder, folders, names in os.walk(self.path):
+            for one in [Path(folder, name) for name in (*folders, *names)]:
+                if one.is_symlink() and not one.resolve().is_relative_to(inside):
+                    raise UserError(
+                        f"{one} is a symbolic link that leaves the workdir; put what it leads to "
+                        "in its place."
+                    )
 
     def _check_ours(self, config: Config) -> bool:
         """Whether a run has begun here; False in a folder that is empty or not there.

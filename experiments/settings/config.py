@@ -15,7 +15,7 @@ from experiments.settings.optimization import TrainingSettings
 
 _NO_MATHEMATICS = ("model.backend", "task.data_dir")
 # Than runs whose default directories should be found again.
-_NEWER = ("training.ties", "model.memory_slots", "model.heads")
+_NEWER = ("training.ties", "training.on_divergence", "model.memory_slots", "model.heads")
 _SEEDS = 2**31  # a seed is an int32
 
 

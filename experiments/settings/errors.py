@@ -6,7 +6,19 @@ class UserError(Exception):
 
 
 class StorageError(Exception):
-    """What a run leaves behind cannot be written; its text is one sentence for the user."""
+    """What a run leaves behind cannot be written; its text is one sentence for the user.
+
+    Attributes:
+      full: whether the disk is full, so that it could be written once there is room.
+    """
+
+    def __init__(self, sentence: str, full: bool = False) -> None:
+        super().__init__(sentence)
+        self.full = full
+
+
+class DivergedError(Exception):
+    """A seed diverged and the run was to stop then; its text is one sentence for the user."""
 
 
 class FailedRunsError(Exception):

@@ -74,6 +74,12 @@ class TrainingSettings:
         "report the parameters that scored best, not the last",
         Sourced(False, "ours: the curves show the last parameters, so does the result"),
     )
+    on_divergence: str = setting(
+        "what a step does whose loss or gradient is not finite: mark (its seed is marked by the "
+        "loss and stops no other), stop (the run ends) or skip (its update is left out)",
+        Sourced("mark", "ours: one seed of several should not end the others"),
+        choices=("mark", "stop", "skip"),
+    )
     ties: str = setting(
         "which of equally good parameters are the best: those that came first, or last",
         Sourced("first", "h-detach's pixelmnist.py asks for better ones; ours: UR does not say"),

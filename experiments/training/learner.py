@@ -29,7 +29,7 @@ from experiments.training.feed import CHUNK, Feed
 from experiments.training.lanes import Lanes
 from experiments.training.models import fresh_carry, recurrent_layers
 from experiments.training.optimizers import Halving
-from experiments.training.state import Best, Lane, Purpose, State, key_of
+from experiments.training.state import Best, Faults, Lane, Purpose, State, key_of
 from experiments.training.task import Resident, Task
 from experiments.training.update import Update, policy
 from recurrent_gates import Cell, count_parameters
@@ -248,6 +248,24 @@ class Learner:
             stopped |= stale >= self._config.training.patience
         return stopped
 
+    def bad_leaf(self, leaf: int) -> str:
+        """What ``Faults.leaf`` stands for, for a person."""
+        return "the loss" if leaf == 0 else f"the gradient of {self._parameters[leaf - 1]}"
+
+    def bad_parameter(self, state: State, lane: int) -> str | None:
+        """The first parameter of a lane that is not finite, for a person; None: all are."""
+        params = self.lanes.of(self.mesh.fetch(state.params), lane)
+        for name, leaf in zip(self._parameters, jax.tree.leaves(params), strict=True):
+            if not np.isfinite(np.asarray(leaf, np.float64)).all():
+                return name
+        return None
+
+    @property
+    def _parameters(self) -> list[str]:
+        """The parameters' names, in the order of the leaves."""
+        leaves = jax.tree_util.tree_leaves_with_path(self._state_shapes.params)
+        return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
+
     def close(self) -> None:
         """Ends the threads that read ahead."""
         if self._feed is not None:
@@ -337,6 +355,7 @@ class Learner:
             diverged_at=jnp.int32(-1),
             halving=Halving.initial() if training.halve_every else None,
             best=Best(params, worst, jnp.int32(0)) if training.reports_best else None,
+            faults=None if training.on_divergence == "mark" else Faults.none(),
         )
 
     def _initial(self, lane: Lane) -> State:
@@ -389,6 +408,7 @@ class Learner:
             loss_total=jnp.zeros_like(state.loss_total),
             loss_weight=jnp.zeros_like(state.loss_weight),
             best=best,
+            faults=None if state.faults is None else state.faults.settled(),
         )
 
     def _check_memory(self) -> None:

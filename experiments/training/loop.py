@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -19,11 +20,12 @@ from experiments.machine.profiling import Clock, Profile
 from experiments.machine.stopping import StoppedError, Stopping, stopping
 from experiments.records.checkpoints import Checkpoints
 from experiments.records.reporting import Report, number, say
-from experiments.records.storage import tolerated
+from experiments.records.storage import DEFAULTS, Patience, Storage, tolerated
 from experiments.records.workdir import EarlierVersionError, Row, Workdir, device_name, read_rows
 from experiments.settings.config import Config
 from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
+from experiments.training.divergence import Divergence
 from experiments.training.learner import Learner
 from experiments.training.optimizers import schedule
 from experiments.training.state import State
@@ -38,7 +40,11 @@ Illustrate = Callable[[Learner, Any], Mapping[str, str]]
 
 
 def run(
-    config: Config, workdir: str | Path, profile: int = 0, illustrate: Illustrate | None = None
+    config: Config,
+    workdir: str | Path,
+    profile: int = 0,
+    illustrate: Illustrate | None = None,
+    storage: Storage = DEFAULTS,
 ) -> dict[str, Any] | None:
     """Trains, or goes on training, and leaves everything in the workdir.
 
@@ -51,6 +57,7 @@ def run(
       workdir: a directory; it is made if need be.
       profile: so many steps are traced into ``profile/``; 0: none.
       illustrate: its texts on the first lane go to TensorBoard at every evaluation.
+      storage: how many checkpoints stay, and what a full disk means.
 
     Returns:
       What ``summary.json`` holds, of other processes than the first ``{}``; None if the run was
@@ -58,6 +65,8 @@ def run(
 
     Raises:
       UserError: if the config or the workdir cannot be.
+      StorageError: if the workdir can no longer be written.
+      DivergedError: if a lane diverged and ``on_divergence`` is ``"stop"``.
       ProcessError: if another process is gone.
     """
     with contextlib.ExitStack() as stack:
@@ -70,8 +79,10 @@ def run(
         checkpoints = None
         if is_first():
             work.claim(config)
-            checkpoints = stack.enter_context(contextlib.closing(Checkpoints(work.checkpoints)))
-        return _Run(config, learner, work, checkpoints, profile, illustrate).to_the_end()
+            kept = Checkpoints(work.checkpoints, storage.keep_checkpoints)
+            checkpoints = stack.enter_context(contextlib.closing(kept))
+        one = _Run(config, learner, work, checkpoints, profile, illustrate)
+        return one.to_the_end(storage.waits)
 
 
 def describe(config: Config) -> dict[str, Any]:
@@ -100,9 +111,15 @@ class _Run:
         self._work, self._checkpoints = work, checkpoints
         self._clock = Clock()
         self._profile = Profile(work.path / "profile", profile if is_first() else 0)
+        self._patience = Patience(False, say, lambda: True)
+        self._divergence = Divergence(config, learner, say if is_first() else lambda text: None)
 
-    def to_the_end(self) -> dict[str, Any] | None:
-        """The summary of a run that is finished, or was brought to its end."""
+    def to_the_end(self, waits: bool) -> dict[str, Any] | None:
+        """The summary of a run that is finished, or was brought to its end.
+
+        Args:
+          waits: whether it waits for room on a full disk.
+        """
         work = self._work
         try:
             step, state = self._restored()
@@ -113,7 +130,7 @@ class _Run:
                 raise
             _print_summary(self._config, work, summary)
             return summary
-        evaluated = state is None or _evaluated(self._learner.mesh.fetch(state.loss_weight))
+        evaluated = state is None or _evaluated(state, self._learner.mesh.fetch)
         if is_first():
             work.keep_rows(step if evaluated else step - 1, say)
         summary = None
@@ -122,15 +139,15 @@ class _Run:
         if not first_says(np.int32(summary is not None)):
             try:
                 with stopping() as stop:
+                    self._patience = Patience(waits, say, lambda: stop.requested)
                     state = self._train(step, state, evaluated, stop)
                     summary = self._summary(state, stop)
             except StoppedError:
                 self._say_stopped()
                 return None
             if is_first():
-                with tolerated(work.path / "figures", say):
-                    learning_curve.draw(self._config, work, say)
-                work.write_json("summary.json", summary)
+                self._draw()
+                self._patience(lambda: work.write_json("summary.json", summary))
         if not is_first():
             return {}
         assert summary is not None
@@ -155,7 +172,7 @@ class _Run:
 
         def has_rows(step: int, state: State) -> bool:
             due = [*range(0, step, every)]
-            if _evaluated(state.loss_weight) and self._due(step):
+            if _evaluated(state) and self._due(step):
                 due.append(step)
             lost[step] = self._work.lost_rows(due)
             return not lost[step]
@@ -193,13 +210,19 @@ class _Run:
         began = time.perf_counter()
         learner.prepare()
         compiling = {"compile_seconds": time.perf_counter() - began}
-        if is_first() and (note := work.go_on(config, began=state is not None)):
+        if is_first() and (
+            note := self._patience(lambda: work.go_on(config, began=state is not None))
+        ):
             say(note)
         settled_at = step if state is not None and evaluated else -1
+        if state is not None:
+            self._divergence.forget(state)
         state = learner.initial() if state is None else state
         if step and is_first():
             say(f"going on from step {step}")
-        report = Report(config, work, learner.watched, step) if is_first() else None
+        report = None
+        if is_first():
+            report = Report(config, work, learner.watched, step, self._patience)
         clock, together, saved = self._clock, 1, step
         clock.start()
         with contextlib.closing(report) if report else contextlib.nullcontext():
@@ -213,7 +236,7 @@ class _Run:
                         rarer = max(1.0, clock.save_seconds / _SAVE_SECONDS)
                         due = clock.since_save > _CHECKPOINT_SECONDS * rarer
                         if report is not None:
-                            work.add(row)
+                            self._patience(functools.partial(work.add, row))
                         if self._finished(step, state) or first_says(np.int32(due)):
                             self._save(step, state)
                             saved = step
@@ -231,6 +254,7 @@ class _Run:
                         state = learner.advance(state, step, until)
                     with tolerated(self._profile.directory, say):
                         self._profile.end()
+                    self._divergence.look(state)
                     together = int(together * _DISPATCH_SECONDS / clock.last)
                     together = max(1, min(4 * (until - step), together))
                     step = until
@@ -252,10 +276,17 @@ class _Run:
     def _save(self, step: int, state: State) -> None:
         began = time.perf_counter()
         whole = self._learner.mesh.fetch(state)
-        if self._checkpoints is not None:
-            self._work.sync()
-            self._checkpoints.save(step, whole)
+        if (checkpoints := self._checkpoints) is not None:
+            self._patience(self._work.sync)
+            self._patience(lambda: checkpoints.save(step, whole))
         self._clock.saved(time.perf_counter() - began)
+
+    def _draw(self) -> None:
+        def attempt() -> None:
+            with tolerated(self._work.path / "figures", say):
+                learning_curve.draw(self._config, self._work, say)
+
+        self._patience(attempt)
 
     def _end_profile(self) -> None:
         with tolerated(self._profile.directory, say):
@@ -283,6 +314,7 @@ class _Run:
             rates = [rate * float(factor(jnp.int32(step))) for rate in rates]
         if state.halving is not None:
             rates = list(np.atleast_1d(fetch(state.halving.scale)) * rates)
+        self._divergence.tell_skipped(state)
         with self._clock.inside():
             state, scores = learner.evaluate(state, stop.pause)
         diverged = np.atleast_1d(fetch(state.diverged_at)) >= 0
@@ -292,6 +324,7 @@ class _Run:
             "learning_rate": [float(rate) for rate in rates],
             "train_loss": _numbers(train_loss, diverged),
             "diverged": [bool(bad) for bad in diverged],
+            **self._divergence.skipped(state),
             learner.watched: {name: _numbers(value, diverged) for name, value in scores.items()},
         }
         return row, state
@@ -319,6 +352,7 @@ class _Run:
             "metrics": metrics,
             "scored_on": learner.reported,
             **best,
+            **self._divergence.skipped(state),
             "baselines": {metric.name: metric.baseline for metric in config.task.metrics},
             **learner.parameter_counts(),
             "steps": rows[-1]["step"],
@@ -330,9 +364,11 @@ class _Run:
         }
 
 
-def _evaluated(loss_weight: Any) -> bool:
-    """Whether the evaluation that was due is done: it begins a new sum of losses."""
-    return not np.any(loss_weight)
+def _evaluated(state: State, fetch: Callable[[Any], Any] = np.asarray) -> bool:
+    """Whether the evaluation that was due is done: it begins a new sum of losses, and a new count
+    of those that were left out."""
+    skipped = state.faults is not None and np.any(fetch(state.faults.recent))
+    return not (skipped or np.any(fetch(state.loss_weight)))
 
 
 def _counts(config: Config, step: int) -> dict[str, int]:

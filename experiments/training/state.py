@@ -6,6 +6,7 @@ import enum
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from experiments.training.optimizers import Halving
 
@@ -31,6 +32,43 @@ class Best(NamedTuple):
     stale: jax.Array
 
 
+class Faults(NamedTuple):
+    """Steps whose loss or gradient was not finite, where these are looked for; int32 scalars.
+
+    Attributes:
+      step: the first one since the last evaluation; -1: none.
+      leaf: what was not finite at it: 0 is the loss, n the gradient of the n-th parameter.
+      recent: how many since the last evaluation.
+      total: how many since the start.
+    """
+
+    step: jax.Array
+    leaf: jax.Array
+    recent: jax.Array
+    total: jax.Array
+
+    @classmethod
+    def none(cls) -> Faults:
+        """Before the first step."""
+        return cls(jnp.int32(-1), jnp.int32(-1), jnp.int32(0), jnp.int32(0))
+
+    def after(self, step: jax.Array, leaf: jax.Array) -> Faults:
+        """After a step whose first bad leaf is this one; -1: none."""
+        bad = leaf >= 0
+        first = bad & (self.recent == 0)
+        count = bad.astype(jnp.int32)
+        return Faults(
+            step=jnp.where(first, step, self.step),
+            leaf=jnp.where(first, leaf, self.leaf),
+            recent=self.recent + count,
+            total=self.total + count,
+        )
+
+    def settled(self) -> Faults:
+        """After an evaluation."""
+        return Faults.none()._replace(total=self.total)
+
+
 class State(NamedTuple):
     """What training carries from step to step, of one lane; all lanes have a leading axis.
 
@@ -43,6 +81,7 @@ class State(NamedTuple):
       diverged_at: the first step with a loss that is not finite, or beyond return; or -1.
       halving: GATO's rule, where it is in force.
       best: the best parameters, where they are kept.
+      faults: the steps that were not finite, unless a lane is just marked.
     """
 
     params: Any
@@ -53,6 +92,7 @@ class State(NamedTuple):
     diverged_at: jax.Array
     halving: Halving | None
     best: Best | None
+    faults: Faults | None
 
 
 class Purpose(enum.IntEnum):

@@ -24,10 +24,18 @@ _DIVERGED = 1e10  # a loss from which nothing comes back; bounded cells stay fin
 
 
 class Learned(NamedTuple):
-    """What an update changes: parameters and the optimiser's state."""
+    """What an update changes: parameters and the optimiser's state.
+
+    Attributes:
+      params: the parameters.
+      optimizer: optax's state.
+      fault: the first bad leaf of this step so far, see ``Faults.leaf``; -1: none; None: it is not
+        looked for.
+    """
 
     params: Any
     optimizer: Any
+    fault: jax.Array | None = None
 
 
 class Descent(NamedTuple):
@@ -142,7 +150,8 @@ class Update:
         def descend(learned: Learned, window: Any) -> tuple[Learned, Descent]:
             return self._descend(learned, apply, window, stream, rate)
 
-        learned = Learned(state.params, state.optimizer)
+        faults = state.faults
+        learned = Learned(state.params, state.optimizer, None if faults is None else jnp.int32(-1))
         update_key = jax.random.fold_in(key_of(lane, Purpose.UPDATE), step)
         own = getattr(task, "update", None)
         if own is None:
@@ -158,7 +167,7 @@ class Update:
             )
         share = weight / training.batch_size
         first_bad = (state.diverged_at < 0) & ~(loss <= _DIVERGED)  # NaN, too
-        return state._replace(
+        new = state._replace(
             params=learned.params,
             optimizer=learned.optimizer,
             stream=after,
@@ -167,6 +176,15 @@ class Update:
             diverged_at=jnp.where(first_bad, step, state.diverged_at),
             halving=halving,
         )
+        fault = learned.fault
+        if faults is None or fault is None:
+            return new
+        new = new._replace(faults=faults.after(step, fault))
+        if training.on_divergence == "stop":
+            return new
+        # The window is over, and what was learnt of it is not: its stream is as drawn.
+        skipped = state._replace(stream=stream, faults=new.faults)
+        return jax.tree.map(lambda old, new: jnp.where(fault >= 0, old, new), skipped, new)
 
     def _training_pass(self, lane: Lane, step: jax.Array, rows: Rows) -> Pass:
         model = self._config.model
@@ -208,7 +226,10 @@ class Update:
         params = jax.tree.map(
             lambda p, u, trainable: p - rate * u if trainable else p, learned.params, updates, mask
         )
-        return Learned(params, optimizer), Descent(loss, weight, outcome)
+        fault = learned.fault
+        if fault is not None:
+            fault = jnp.where(fault < 0, _first_bad(loss, gradients), fault)
+        return Learned(params, optimizer, fault), Descent(loss, weight, outcome)
 
     def _mean(self, outcome: Outcome) -> tuple[jax.Array, Any]:
         """What to average over devices so that totals are divided by the weight of all of them,
@@ -221,6 +242,13 @@ class Update:
             return total / np.asarray(weight, total.dtype), float(weight * self._mesh.size)
         everywhere = self._mesh.sum(weight).astype(total.dtype)
         return total * (self._mesh.size / jnp.maximum(everywhere, _SMALL)), everywhere
+
+
+def _first_bad(loss: jax.Array, gradients: Any) -> jax.Array:
+    """The first bad leaf of a step, as ``Faults.leaf``; -1: none."""
+    finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients)]
+    bad = ~jnp.stack([loss <= _DIVERGED, *finite])  # NaN, too
+    return jnp.where(bad.any(), jnp.argmax(bad), -1).astype(jnp.int32)
 
 
 _SMALL = 1e-20  # a window of padding alone has no loss

@@ -94,7 +94,8 @@ def _train(flag_values: dict[str, Any]) -> None:
         print(runs.compiled(configs, request.compile_for))
         return
     default = runs.directory(TRANSFER_COPY.name, request.protocol, list(configs.values()))
-    study.run(configs, delays, Path(request.workdir or default), request.profile)
+    directory = Path(request.workdir or default)
+    study.run(configs, delays, directory, request.profile, request.storage)
 
 
 def _settings(settings: dict[str, Any], prob: float, probs: tuple[float, ...]) -> dict[str, Any]:

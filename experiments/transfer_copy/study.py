@@ -17,6 +17,7 @@ from experiments.command.runs import Finished
 from experiments.copy.settings import COPY
 from experiments.copy.task import CopyTask
 from experiments.records.reporting import say
+from experiments.records.storage import DEFAULTS, Storage
 from experiments.records.workdir import commit
 from experiments.settings.config import Config
 from experiments.settings.errors import UserError
@@ -97,7 +98,11 @@ def _at_delay(config: Config, delay: int) -> Config:
 
 
 def run(
-    configs: Mapping[str, Config], delays: Sequence[int], directory: Path, profile: int = 0
+    configs: Mapping[str, Config],
+    delays: Sequence[int],
+    directory: Path,
+    profile: int = 0,
+    storage: Storage = DEFAULTS,
 ) -> dict[str, Any] | None:
     """Trains what is not trained yet, then evaluates it.
 
@@ -106,6 +111,7 @@ def run(
       delays: at evaluation; see ``evaluate``.
       directory: where the runs and the results go.
       profile: so many steps of each run are traced; 0: none.
+      storage: see ``loop.run``.
 
     Returns:
       As ``evaluate`` does; None if a run was asked to stop.
@@ -114,7 +120,7 @@ def run(
       UserError: if a config or the directory cannot be.
     """
     tables.claim(directory, (*configs, *_REPORTS))
-    trained = runs.train_all(configs, COPY, directory, profile)
+    trained = runs.train_all(configs, COPY, directory, profile, storage)
     return None if trained is None else evaluate(trained, delays, directory)
 
 

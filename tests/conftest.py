@@ -54,6 +54,15 @@ def pytest_configure(config):
     )
 
 
+def pytest_collection_modifyitems(config, items):
+    """What takes minutes is for ``--full``."""
+    if config.getoption("full"):
+        return
+    long = [item for item in items if item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=long)
+    items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
 def pytest_collection_finish():
     """What is imported stays: the collector need not look at it again."""
     gc.collect()

@@ -1,13 +1,17 @@
 """Thousands of command lines, most of them strange: each is a config or one sentence."""
 
+import collections
 import functools
 import json
 import random
+import signal
 
+import jax
 import pytest
 from absl.flags import Error
 
 import recurrent_gates as rg
+from experiments import catalog
 from experiments.adding.settings import ADDING
 from experiments.command import flags, runs
 from experiments.copy.settings import COPY
@@ -16,6 +20,7 @@ from experiments.pixels.settings import PIXELS
 from experiments.settings.errors import UserError
 from experiments.settings.resolver import resolve
 from experiments.transfer_copy.settings import TRANSFER_COPY
+from tests.support import run_as_main
 
 EXPERIMENTS = {one.name: one for one in (COPY, ADDING, PIXELS, FORGETTING, TRANSFER_COPY)}
 COUNT = 2000
@@ -25,6 +30,7 @@ TEXTS = {
     "cell": [*sorted(rg.CELLS), "flax.linen:GRUCell"],
     "detach_state": ["h", "c", "r", "s", "feedback", "0", "1"],
     "data_dir": ["nowhere", "/"],
+    "weights": ["nowhere", "/"],
 }
 UNBOUNDED = {"forget_bias", "gate_bias"}  # any number is a place to start
 NO_NUMBERS = ["x", "1e", "0x10", "nan", "inf", "1 2", "--1", "\N{SUPERSCRIPT TWO}"]
@@ -53,7 +59,7 @@ def impossible(one):
     if one.choices or one.kind is bool:
         return ["impossible"]
     if one.name in TEXTS:
-        return [] if one.name == "data_dir" else ["impossible"]
+        return [] if one.name in ("data_dir", "weights") else ["impossible"]
     bounds = [f"{one.least - 1:g}"] if one.least is not None else []
     bounds += [str(int(one.most) + 1)] if one.most is not None else []
     bounds += [f"{one.below:.0f}"] if one.below is not None else []
@@ -151,3 +157,64 @@ def test_every_setting_says_what_it_is_and_refuses_what_it_is_not(name):
                 config_of(experiment, argv)
             assert_is_a_sentence(caught.value, argv)
             assert one.flag in str(caught.value), (argv, str(caught.value))
+
+
+# What a binary has beside its settings; a process that joins others is none of these.
+OF_A_RUN = ["--workdir=nowhere", "--profile=-1", "--profile=3", "--keep_checkpoints=0"]
+OF_A_RUN += ["--keep_checkpoints=5", "--keep_checkpoints=x", "--on_full_disk=wait"]
+OF_A_RUN += ["--on_full_disk=go", "--num_processes=2", "--process_id=0", "--nodescribe"]
+OF_A_BINARY = {
+    "captioning": ["--show=2", "--show=-1", "--show=x"],
+    "execute": ["--show=2", "--show=-1", "--show=x"],
+    "forgetting": ["--cells=gru,lstm", "--cells=gru,gru", "--cells=none", "--cells=nothing"],
+    "language_model": ["--sample=3", "--sample=-1", "--temperature=0.5", "--temperature=-1"],
+    "match": ["--render=film.gif", "--render=film.avi", "--render="],
+    "transfer_copy": ["--delays=8,9", "--delays=0", "--detach_probs=0,1", "--detach_probs=2"],
+}
+
+
+@pytest.mark.full
+def test_ten_thousand_command_lines_are_described_or_refused(monkeypatch, capsys):
+    """Over all binaries, as a user's: JSON, or one sentence and exit code 2."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for name in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR"):
+        monkeypatch.setenv(name, "")
+    draw, codes = random.Random(7), collections.Counter()
+    wrong = []
+    for number in range(10_000):
+        experiment = draw.choice(catalog.EXPERIMENTS)
+        argv = command_line(experiment.declarations(), list(experiment.protocols), draw)
+        for others in (OF_A_RUN, OF_A_BINARY.get(experiment.name, [])):
+            argv += [draw.choice(others)] if others and draw.random() < 0.1 else []
+        argv.append("--describe")
+        code, printed, said = ended(f"experiments.{experiment.name}", argv, capsys)
+        codes[experiment.name, code] += 1
+        if not described_or_refused(experiment.name, code, printed, said):
+            wrong.append((experiment.name, argv, code, printed[-200:], said[-2000:]))
+        if number % 200 == 199:
+            jax.clear_caches()
+    print(dict(codes))
+    assert not wrong, f"{len(wrong)}: " + "\n".join(map(repr, wrong[:20]))
+    assert all(codes[one.name, code] for one in catalog.EXPERIMENTS for code in (0, 2))
+
+
+def ended(module, argv, capsys):
+    """Exit code, standard output and standard error of a binary, in this process; an error that
+    nobody caught is its own code."""
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            run_as_main(patch, module, argv)
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        except Exception as error:
+            code = repr(error)
+    return (code, *capsys.readouterr())
+
+
+def described_or_refused(name, code, printed, said):
+    """Whether a binary did one or the other."""
+    if code == 0:
+        return said == "" and json.loads(printed)["recurrent_parameters"] > 0
+    sentence = said.startswith(f"experiments.{name}: ") and said.count("\n") == 1
+    return code == 2 and sentence and printed == ""

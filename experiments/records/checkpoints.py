@@ -95,10 +95,10 @@ class Checkpoints:
                 new.rename(path)
                 _sync(self._directory)
         finally:
-            shutil.rmtree(new, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+            _remove(new)
+        _remove(old)
         for superfluous in self.steps[: -self._keep]:
-            shutil.rmtree(self._path(superfluous), ignore_errors=True)
+            _remove(self._path(superfluous))
 
     def restore(
         self,
@@ -146,7 +146,7 @@ class Checkpoints:
                 if conditions[step] is not _Condition.GOOD:
                     say(f"warning: the checkpoint {path} is damaged; going on from step {chosen}.")
                 with written(path):
-                    shutil.rmtree(path)
+                    _remove(path, ignore_errors=False)
         return chosen, state
 
     def read(self, step: int, like: T) -> T | None:
@@ -205,7 +205,7 @@ class Checkpoints:
                 with written(path):
                     path.rename(path.with_suffix(""))
             elif path.suffix in (_OLD, _NEW) or _ORBAX in path.name:
-                shutil.rmtree(path, ignore_errors=True)
+                _remove(path)
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
@@ -224,6 +224,14 @@ def _digests(directory: Path) -> dict[str, str]:
         for path in sorted(directory.rglob("*"))
         if path.is_file() and path != directory / _CONTENTS
     }
+
+
+def _remove(path: Path, ignore_errors: bool = True) -> None:
+    """Removes a directory with all in it; of a link the link alone."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=ignore_errors)
 
 
 def _sync(directory: Path) -> None:

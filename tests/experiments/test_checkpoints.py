@@ -66,6 +66,10 @@ def test_a_checkpoint_stays_until_the_new_one_is_in_its_place(saved, tmp_path, m
         patch.setattr(Path, "rename", fail)
         with pytest.raises(StorageError, match=r"cannot write .*/7: "):
             saved.save(7, OTHER)
+        assert os.listdir(tmp_path / "checkpoints") == ["7.old"]
+        # Tried again: until the new one is written, the old one is not given up.
+        with pytest.raises(StorageError, match=r"cannot write .*/7: "):
+            saved.save(7, OTHER)
     step, state = saved.restore(STATE, print)
     assert (step, same(state, STATE)) == (7, True)
     assert os.listdir(tmp_path / "checkpoints") == ["7"]
@@ -83,10 +87,51 @@ def test_what_a_killed_save_left_is_removed(saved, tmp_path):
     assert sorted(os.listdir(directory)) == ["7", "notes"]
 
 
-def test_the_last_three_checkpoints_are_kept(saved):
-    for step in (8, 9, 10):
-        saved.save(step, STATE)
-    assert saved.steps == [8, 9, 10]
+@pytest.mark.parametrize("keep", [None, 1, 2])
+def test_the_last_checkpoints_are_kept(keep, tmp_path):
+    asked = () if keep is None else (keep,)
+    with contextlib.closing(Checkpoints(tmp_path, *asked)) as checkpoints:
+        for step in (7, 8, 9, 10):
+            checkpoints.save(step, STATE)
+        assert checkpoints.steps == [8, 9, 10][-(keep or 3) :]
+
+
+def test_a_flipped_byte_in_any_file_is_named_and_the_state_before_used(saved, tmp_path):
+    saved.save(8, OTHER)
+    directory = tmp_path / "checkpoints"
+    kept = shutil.copytree(directory / "8", tmp_path / "whole")
+    files = sorted(path.relative_to(kept) for path in kept.rglob("*") if path.is_file())
+    assert len(files) > 3
+    assert {"contents.json", "_METADATA"} <= {path.name for path in files}
+    for name in files:
+        content = bytearray((kept / name).read_bytes())
+        for at in {0, len(content) // 2, len(content) - 1}:
+            damaged = content.copy()
+            damaged[at] ^= 0x55
+            shutil.rmtree(directory / "8", ignore_errors=True)
+            shutil.copytree(kept, directory / "8")
+            (directory / "8" / name).write_bytes(damaged)
+            said = []
+            step, state = saved.restore(STATE, said.append)
+            assert (step, same(state, STATE)) == (7, True), (name, at)
+            assert said == [
+                f"warning: the checkpoint {directory}/8 is damaged; going on from step 7."
+            ]
+
+
+@pytest.mark.parametrize("name", ["8", "8/default", "8/default/_METADATA"])
+def test_a_link_in_a_checkpoint_is_not_followed(saved, tmp_path, name):
+    """To what is the same, but not ours; nor is it removed with the checkpoint."""
+    saved.save(8, OTHER)
+    path, elsewhere = tmp_path / "checkpoints" / name, tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    assert saved.read(8, STATE) is None
+    said = []
+    assert saved.restore(STATE, said.append)[0] == 7
+    assert len(said) == 1
+    assert elsewhere.exists()
+    assert os.listdir(tmp_path / "checkpoints") == ["7"]
 
 
 def test_orbax_says_nothing_of_damage(saved, tmp_path, capfd):

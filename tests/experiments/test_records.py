@@ -6,6 +6,7 @@ import fcntl
 import functools
 import json
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -24,9 +25,9 @@ from experiments.copy.settings import COPY
 from experiments.machine.profiling import Profile
 from experiments.machine.stopping import StoppedError, Stopping, stopping
 from experiments.records import checkpoints as records_checkpoints
-from experiments.records import reporting, workdir
+from experiments.records import reporting, storage, workdir
 from experiments.records.reporting import Progress
-from experiments.records.storage import written
+from experiments.records.storage import Patience, Storage, written
 from experiments.records.workdir import EarlierVersionError, Workdir, append_row, read_rows
 from experiments.settings.errors import StorageError, UserError
 from experiments.settings.resolver import resolve
@@ -236,7 +237,8 @@ _WRITERS = {
     ("file", "number"),
     [(file, errno.ENOSPC) for file in _WRITERS]
     + [("metrics.jsonl", number) for number in (errno.EDQUOT, errno.EFBIG, errno.EROFS)]
-    + [("timing.jsonl", errno.EROFS), ("figures", errno.EFBIG)],
+    + [("timing.jsonl", errno.EROFS), ("figures", errno.EFBIG)]
+    + [("metrics.jsonl", errno.EACCES), ("checkpoints/4", errno.EACCES)],
 )
 def test_a_run_goes_on_once_there_is_room(whole, tmp_path, file, number, monkeypatch):
     """Whatever is the first that cannot be written."""
@@ -260,6 +262,127 @@ def test_a_run_goes_on_once_there_is_room(whole, tmp_path, file, number, monkeyp
     loop.run(tiny(), run)
     assert lines(run) == lines(whole)
     assert_same_bits(leaves(run, 4), leaves(whole, 4))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_run_that_waits_for_room_goes_on_with_the_same_bits(
+    whole, tmp_path, number, monkeypatch, capsys
+):
+    """Every file in turn finds no room, twice."""
+    refusals = dict.fromkeys(_WRITERS, 2)
+    waits = []
+    monkeypatch.setattr(storage.time, "sleep", waits.append)
+
+    def refuse_twice(file, before):
+        def write(*args, **kwargs):
+            summary = file == "summary.json"
+            if refusals[file] and not (summary and args[0].name != file):
+                refusals[file] -= 1
+                with written(args[0]) if summary else contextlib.nullcontext():
+                    raise OSError(number, "")
+            return before(*args, **kwargs)
+
+        return write
+
+    with monkeypatch.context() as patch:
+        for file, (owner, name) in _WRITERS.items():
+            patch.setattr(owner, name, refuse_twice(file, getattr(owner, name)))
+        loop.run(tiny(), tmp_path / "new", storage=Storage(waits=True))
+    said = capsys.readouterr().out
+    assert not any(refusals.values())
+    assert len(waits) == 2 * len(refusals)
+    assert said.count("; waiting for room, and SIGTERM ends the run.") == len(refusals)
+    assert said.count("there is room again; going on.") == len(refusals)
+    assert lines(tmp_path / "new") == lines(whole)
+    assert len(lines(tmp_path / "new", "timing.jsonl")) == 3
+    assert_same_bits(leaves(tmp_path / "new", 4), leaves(whole, 4))
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.EFBIG])
+def test_nothing_but_room_is_waited_for(number):
+    patience = Patience(True, print, lambda: False)
+    with pytest.raises(StorageError, match=os.strerror(number)):
+        patience(functools.partial(_raise, OSError(number, "")))
+
+
+def _raise(error):
+    with written(workdir.Path("x")):
+        raise error
+
+
+def test_a_run_that_waits_for_room_can_be_stopped(monkeypatch):
+    waits = []
+    monkeypatch.setattr(storage.time, "sleep", waits.append)
+    patience = Patience(True, print, lambda: len(waits) == 3)
+    with pytest.raises(StorageError, match="No space left on device"):
+        patience(functools.partial(_raise, OSError(errno.ENOSPC, "")))
+    assert len(waits) == 3
+
+
+def test_a_workdir_with_a_link_that_leaves_it_is_refused(run, tmp_path):
+    """As a stranger's may have: through it other files would be written."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "1").mkdir()
+    for name, target in (
+        ("config.json.partial", precious),
+        ("lock", precious),
+        ("timing.jsonl", precious),
+        ("checkpoints/4/default/d", tmp_path / "folder"),
+        ("checkpoints", tmp_path / "folder"),
+    ):
+        path = run / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        path.symlink_to(os.path.relpath(target, path.parent))
+        with pytest.raises(UserError, match=f"{name} is a symbolic link that leaves the") as error:
+            loop.run(tiny(steps=6), run)
+        assert one_sentence(error)
+        path.unlink()
+    assert precious.read_text() == "mine"
+    assert os.listdir(tmp_path / "folder") == ["1"]
+
+
+def test_a_workdir_of_pickles_runs_none(run, tmp_path):
+    """All of its files but the settings, then these, too."""
+
+    class Touch:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    content, files = pickle.dumps(Touch()), [path for path in run.rglob("*") if path.is_file()]
+    for keeps in ("config.json", ""):
+        for path in files:
+            if path.name != keeps:
+                path.write_bytes(content)
+        with pytest.raises(UserError) as error:
+            loop.run(tiny(), run)
+        assert one_sentence(error)
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(content)
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_clock_that_is_set_back_changes_nothing(whole, run, monkeypatch):
+    only(run, 0)
+    monkeypatch.setattr(time, "time", lambda: 1e9)  # in 2001
+    for path in run.rglob("*"):
+        os.utime(path, (4e9, 4e9))  # what is there comes from the future
+    loop.run(tiny(), run)
+    assert lines(run) == lines(whole)
+    assert_same_bits(leaves(run, 4), leaves(whole, 4))
+    assert len(os.listdir(run / "tensorboard")) == 2
+
+
+def test_settings_that_were_edited_in_the_workdir_are_refused(run):
+    config = json.loads((run / "config.json").read_text())
+    config["identity"]["training.learning_rates"] = [0.5]
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        UserError, match=r"learning_rates is \[0.5\] there and \[0.01\] here"
+    ) as error:
+        loop.run(tiny(), run)
+    assert one_sentence(error)
 
 
 @pytest.mark.parametrize(

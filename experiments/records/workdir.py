@@ -72,6 +72,17 @@ class Workdir:
         if not self._check_ours(config):  # another process may have been here before the lock
             self.write_json(_CONFIG, {**_settings(config), **_origin()})
 
+    def in_use(self) -> bool:
+        """Whether a process has the directory."""
+        try:
+            with (self.path / "lock").open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
     def add(self, row: Row) -> None:
         """Adds a row to ``metrics.jsonl``.
 

@@ -1,7 +1,7 @@
 """Train a grid of runs from a file: ``python -m experiments.sweep FILE``.
 
-Runs stand beside each other, a process each. What is finished is skipped, what was killed goes
-on, and so does the sweep itself with the same command.
+Runs stand beside each other, a process each: here, on Ray's workers, or as jobs of SLURM. What is
+finished is skipped, what was killed goes on, and so does the sweep itself with the same command.
 """
 
 from __future__ import annotations
@@ -19,6 +19,14 @@ def define(values: FlagValues) -> None:
     from experiments.command import flags
 
     flags.add(values, "processes", "runs beside each other; default: one for each core", int)
+    places = "where runs are trained; default: local, processes of this machine"
+    flags.add(values, "executor", places, choices=("local", "ray", "slurm"))
+    flags.add(values, "gpus_per_run", "GPUs of each run, on Ray and SLURM; default: 0", int)
+    clusters = "submitit's: slurm (default), or local, which needs no SLURM"
+    flags.add(values, "cluster", clusters, choices=("slurm", "local"))
+    flags.add(values, "partition", "SLURM's partition")
+    flags.add(values, "minutes", "SLURM's limit of a job, which then goes on; default: 1440", int)
+    flags.add(values, "sbatch", "further options of sbatch, such as account=NAME,qos=high")
     flags.add(values, "directory", "where runs and report go; default: runs/sweep/NAME of the file")
     flags.add(values, "describe", "print the commands, train nothing", bool)
 
@@ -29,30 +37,64 @@ def begin(flag_values: dict[str, Any]) -> None:
     Raises:
       UserError: if the file or one of its runs cannot be.
     """
-    import os
+    import contextlib
     from pathlib import Path
 
     from experiments.command import tables
     from experiments.settings.errors import FailedRunsError, UserError
-    from experiments.sweep import plan, pool, report
+    from experiments.sweep import executors, plan, pool, report
 
     if len(flag_values["arguments"]) != 1:
         raise UserError("name one file, such as adding.toml.")
     path = Path(flag_values["arguments"][0])
-    processes = flag_values.get("processes", len(os.sched_getaffinity(0)))
-    if not 1 <= processes <= 1024:
-        raise UserError(f"--processes must be at least 1 and at most 1024, got {processes}.")
+    name = flag_values.get("executor", "local")
+    options = _options(name, flag_values)
     runs = plan.read(path, Path(flag_values.get("directory", Path("runs", "sweep", path.stem))))
     if flag_values.get("describe"):
         print("\n".join(run.line for run in runs))
         return
-    tables.claim(runs[0].workdir.parent, (*report.NAMES, "*.log"))
-    failed = pool.train(runs, processes)
+    directory = runs[0].workdir.parent
+    tables.claim(directory, (*report.NAMES, "*.log", "submitit"))
+    with contextlib.closing(executors.build(name, options, directory)) as executor:
+        failed = pool.train(runs, executor)
     if failed is None:
         return
     report.write(runs)
     if failed:
         raise FailedRunsError(f"{failed} of {len(runs)} runs failed.")
+
+
+def _options(executor: str, flag_values: dict[str, Any]) -> Any:
+    """What the flags say of an executor.
+
+    Raises:
+      UserError: if one of them cannot be, or has no effect.
+    """
+    from experiments.settings.errors import UserError
+    from experiments.sweep.executors import Options
+
+    given = {name: flag_values[name] for name in Options._fields if name in flag_values}
+    for name in given:
+        where = {"processes": "local ray slurm", "gpus_per_run": "ray slurm"}.get(name, "slurm")
+        if executor not in where.split():
+            raise UserError(f"--{name} has no effect with --executor={executor}.")
+        if given.get("cluster") == "local" and name in ("partition", "sbatch"):
+            raise UserError(f"--{name} has no effect with --cluster=local.")
+    for name, least, most in (
+        ("processes", 1, 1024),
+        ("gpus_per_run", 0, 1024),
+        ("minutes", 1, 525_600),
+    ):
+        if not least <= given.get(name, least) <= most:
+            raise UserError(
+                f"--{name} must be at least {least} and at most {most}, got {given[name]}."
+            )
+    if "sbatch" in given:
+        pairs = [entry.partition("=") for entry in given["sbatch"].split(",")]
+        if not all(name and equals and value for name, equals, value in pairs):
+            raise UserError(f"--sbatch must be NAME=VALUE,..., got {given['sbatch']}.")
+        given["sbatch"] = {name: value for name, _, value in pairs}
+    return Options(**given)
 
 
 if __name__ == "__main__":

@@ -1,72 +1,118 @@
-"""Runs beside each other, a process on a core each; what is killed goes on."""
+"""Runs beside each other; what is killed goes on."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
-import subprocess
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from experiments.machine.stopping import Stopping, stopping
+from experiments.machine.stopping import stopping
 from experiments.records.reporting import say
-from experiments.records.workdir import Workdir
+from experiments.records.workdir import Workdir, read_rows
+from experiments.sweep.executors import Executor, Job, log
 from experiments.sweep.plan import Run
 
-_TRIES = 5  # of a run whose process was killed
+_TRIES = 5  # of a run that is killed again and again without another row of metrics
 _IN_USE = "is in use by another process."
-_LOOK_SECONDS = 0.2  # between looks at the processes
-_DEATH_OF_PARENT = 1  # Linux' PR_SET_PDEATHSIG
+_LOOK_SECONDS = 0.2  # between looks at the runs
 
 
-class _Child(NamedTuple):
-    run: Run
-    number: int
-    core: int
-    process: subprocess.Popen[bytes]
-
-
-def train(runs: Sequence[Run], processes: int) -> int | None:
+def train(runs: Sequence[Run], executor: Executor) -> int | None:
     """Trains what is not finished.
 
-    Each process sees one device and has a core of its own, as far as there are any. What it says
-    goes to a file beside its workdir, ``.log``.
+    Each process sees one CPU device. What it says goes to a file beside its workdir, ``.log``. A
+    run that another process trains, such as a job of a sweep that is no more, is waited for.
 
     Args:
       runs: of the sweep.
-      processes: how many stand beside each other.
+      executor: where they are trained.
 
     Returns:
       How many failed; None if it was asked to stop.
     """
-    waiting = [(number, run) for number, run in enumerate(runs) if not _finished(run)]
-    say(f"{len(runs)} runs, {len(runs) - len(waiting)} of them finished")
-    tries: dict[int, int] = {}
-    failed = 0
-    children: list[_Child] = []
-    cores = sorted(os.sched_getaffinity(0))
-    free = list(range(processes))
+    pool = _Pool(runs, executor)
+    say(f"{len(runs)} runs, {len(runs) - len(pool.waiting)} of them finished")
     with stopping() as stop:
-        while (waiting or children) and not stop.requested:
-            while waiting and free:
-                number, run = waiting.pop(0)
-                tries[number] = tries.get(number, 0) + 1
-                core = free.pop(0)
-                process = _start(run, cores[core % len(cores)])
-                children.append(_Child(run, number, core, process))
+        while (pool.waiting or pool.jobs) and not stop.requested:
+            pool.start()
             time.sleep(_LOOK_SECONDS)
-            for child in [child for child in children if child.process.poll() is not None]:
-                children.remove(child)
-                free.append(child.core)
-                if _ended(child, tries[child.number], len(runs)):
-                    waiting.append((child.number, child.run))
-                elif not _finished(child.run):
-                    failed += 1
-        _stop(children, stop)
-        return None if stop.requested else failed
+            pool.look()
+        pool.stop()
+        if stop.requested:
+            say("stopped; the same command goes on")
+        return None if stop.requested else pool.failed
+
+
+class _Pool:
+    """The runs by number: those that wait, and the jobs of the others."""
+
+    def __init__(self, runs: Sequence[Run], executor: Executor) -> None:
+        self._runs, self._executor = runs, executor
+        self.waiting = [number for number, run in enumerate(runs) if not _finished(run)]
+        self.jobs: dict[int, Job] = {}
+        self.failed = 0
+        self._tries = dict.fromkeys(self.waiting, 0)
+        self._rows = dict.fromkeys(self.waiting, 0)
+        self._told: set[int] = set()  # that another process trains them
+
+    def start(self) -> None:
+        """Starts what there is room for."""
+        slots = self._executor.slots
+        room = len(self.waiting) if slots is None else slots - len(self.jobs)
+        numbers: list[int] = []
+        for number in list(self.waiting):
+            if len(numbers) >= room:
+                break
+            if Workdir(self._runs[number].workdir).in_use():
+                if number not in self._told:
+                    say(f"{self._name(number)} is trained by another process; waiting for it")
+                self._told.add(number)
+                continue
+            self.waiting.remove(number)
+            if not _finished(self._runs[number]):
+                numbers.append(number)
+        if not numbers:
+            return
+        for number in numbers:
+            self._rows[number] = _rows(self._runs[number])
+        jobs = self._executor.start([self._runs[number] for number in numbers])
+        self.jobs |= dict(zip(numbers, jobs, strict=True))
+
+    def look(self) -> None:
+        """Says which runs have ended; those that were killed wait again."""
+        for number, job in list(self.jobs.items()):
+            if (code := job.poll()) is not None:
+                del self.jobs[number]
+                self._ended(number, code)
+
+    def stop(self) -> None:
+        """Asks the jobs to end, and waits until they have."""
+        for job in self.jobs.values():
+            job.stop()
+        while any([job.poll() is None for job in self.jobs.values()]):
+            time.sleep(_LOOK_SECONDS)
+
+    def _ended(self, number: int, code: int) -> None:
+        run, name = self._runs[number], self._name(number)
+        if _finished(run):
+            say(f"{name} is finished: {run.line}")
+            return
+        path = log(run)
+        said = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+        if said and said[-1].endswith(_IN_USE):  # begun between our look and our start
+            self.waiting.append(number)
+            return
+        self._tries[number] = 1 + self._tries[number] * (_rows(run) <= self._rows[number])
+        if code <= 0 and self._tries[number] < _TRIES:
+            how = f"killed by signal {-code}" if code else "asked to stop"
+            say(f"{name} was {how} and goes on")
+            self.waiting.append(number)
+            return
+        self.failed += 1
+        last = said[-1] if said else "no word"
+        say(f"{name} failed with exit code {code} ({last}): {run.line}")
+
+    def _name(self, number: int) -> str:
+        return f"run {number + 1} of {len(self._runs)}"
 
 
 def _finished(run: Run) -> bool:
@@ -77,65 +123,6 @@ def _finished(run: Run) -> bool:
     return work.read_json("config.json")["config"]["training"]["steps"] >= run.config.training.steps
 
 
-def _start(run: Run, core: int) -> subprocess.Popen[bytes]:
-    log = _log(run.workdir)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    devices = "--xla_force_host_platform_device_count=1"
-    environment = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {devices}"}
-    with log.open("ab") as file:
-        return subprocess.Popen(
-            run.command,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            preexec_fn=_own_core(core),
-        )
-
-
-def _own_core(core: int) -> Callable[[], None]:
-    parent = os.getpid()
-
-    def prepare() -> None:
-        os.sched_setaffinity(0, {core})
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep passes it on as SIGTERM
-        try:  # with the sweep the runs end, so that the next one finds their workdirs free
-            ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGTERM)
-        except (OSError, AttributeError):  # not on Linux
-            return
-        if os.getppid() != parent:
-            os._exit(0)
-
-    return prepare
-
-
-def _ended(child: _Child, tries: int, count: int) -> bool:
-    """Says how a run ended; whether it is to be tried again."""
-    code = child.process.returncode
-    name = f"run {child.number + 1} of {count}"
-    if _finished(child.run):
-        say(f"{name} is finished: {child.run.line}")
-        return False
-    if code < 0 and tries < _TRIES:
-        say(f"{name} was killed by signal {-code} and goes on")
-        return True
-    said = _log(child.run.workdir).read_text(errors="replace").strip().splitlines()
-    if said and said[-1].endswith(_IN_USE) and tries < _TRIES:  # by a run of the sweep before
-        return True
-    say(
-        f"{name} failed with exit code {code} ({said[-1] if said else 'no word'}): {child.run.line}"
-    )
-    return False
-
-
-def _stop(children: Sequence[_Child], stop: Stopping) -> None:
-    for child in children:
-        child.process.terminate()
-    for child in children:
-        child.process.wait()
-    if stop.requested:
-        say("stopped; the same command goes on")
-
-
-def _log(workdir: Path) -> Path:
-    return workdir.with_name(f"{workdir.name}.log")
+def _rows(run: Run) -> int:
+    """How many rows of metrics a run has."""
+    return len(list(read_rows(Workdir(run.workdir).metrics)))

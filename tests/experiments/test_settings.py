@@ -325,7 +325,7 @@ def test_a_newer_setting_leaves_default_directories():
     """The hash is that of the identity before ``ties`` existed, and an RMC's settings, unless they
     act."""
     config = tiny(keep_best=True)
-    newer = {"training.ties", "model.memory_slots", "model.heads"}
+    newer = {"training.ties", "training.on_divergence", "model.memory_slots", "model.heads"}
     before = {name: value for name, value in config.identity().items() if name not in newer}
     digest = hashlib.sha256(json.dumps(before, sort_keys=True).encode()).hexdigest()
     assert config.hash() == tiny(keep_best=True, ties="first").hash() == digest[:8]

@@ -22,7 +22,7 @@ tokens = 3
 length = 4
 hidden_size = 6
 held_out_sequences = 40
-steps = 400
+steps = 100
 eval_every = 20
 batch_size = 8
 [grid]
@@ -140,13 +140,14 @@ def test_a_sweep_that_is_killed_is_completed(name, tables, tmp_path):
 
     def begin():
         command = [sys.executable, "-m", "experiments.sweep", str(path), *EXECUTORS[name]]
-        return subprocess.Popen(
-            [*command, "--processes=2", f"--directory={directory}"],
-            cwd=ROOT,
-            env=environment() | {"RAY_worker_niceness": "0"},
-            stdout=(tmp_path / "said").open("ab"),
-            stderr=subprocess.STDOUT,
-        )
+        with (tmp_path / "said").open("ab") as said:
+            return subprocess.Popen(
+                [*command, "--processes=2", f"--directory={directory}"],
+                cwd=ROOT,
+                env=environment() | {"RAY_worker_niceness": "0"},
+                stdout=said,
+                stderr=subprocess.STDOUT,
+            )
 
     draw, sweep, began = random.Random(name), begin(), time.monotonic()
     killed = set()

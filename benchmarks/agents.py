@@ -66,6 +66,7 @@ def measure(
     import jax
     import jax.numpy as jnp
 
+    from experiments.machine.mesh import WHOLE, split
     from experiments.match.environments.base import restarted
     from experiments.match.settings import MATCH
     from experiments.match.task import MatchTask
@@ -100,9 +101,9 @@ def measure(
         return task.draw(act, (), stream, key, jnp.int32(0), rows)[0].rewards
 
     key = jax.random.key(0)
-    by_rows = task.stream_axes
-    run_alone = jax.jit(mesh.everywhere(alone, (by_rows, None), None))
-    run_acting = jax.jit(mesh.everywhere(acting, (None, by_rows, None), 1))
+    by_rows = split(task.stream_axes)
+    run_alone = jax.jit(mesh.everywhere(alone, (by_rows, WHOLE), WHOLE))
+    run_acting = jax.jit(mesh.everywhere(acting, (WHOLE, by_rows, WHOLE), split(1)))
     ways: dict[str, Callable[[], Any]] = {
         "alone": lambda: run_alone(state.stream, key),
         "acting": lambda: run_acting(state.params, state.stream, key),

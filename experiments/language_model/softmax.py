@@ -13,6 +13,9 @@ more than R x V logits exist at any time, and none is formed twice.
 With e = exp(z - max z) and the share w / sum of e, w p is share times e: a factor of the row, which
 scales the F columns of h and of e W and not the V of e; what the target takes away is a row of h
 or of W. So e is written once, and only the two products read it.
+
+Where devices share the words, each forms the logits of its own and keeps d W and d b of them; the
+maximum, the sum of e, the target's logit and d h are brought together.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from experiments.machine.words import Words
 from experiments.training.models import wide
 from recurrent_gates.initializers import torch_linear_bias, torch_linear_kernel
 
@@ -38,7 +42,7 @@ def chunk_rows(words: int) -> int:
     return max(_LEAST_ROWS, _LOGITS // words)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def cross_entropy(
     h: jax.Array,
     table: jax.Array,
@@ -46,6 +50,7 @@ def cross_entropy(
     targets: jax.Array,
     weights: jax.Array,
     rows: int,
+    words: Words | None = None,
 ) -> jax.Array:
     """The sum over rows of weight times -log p(target).
 
@@ -56,11 +61,13 @@ def cross_entropy(
       targets: integers ``[N]``.
       weights: ``[N]``, constants; rows of weight 0 cost nothing where a whole chunk has it.
       rows: R.
+      words: which of them table and bias hold, where devices share them; None: all.
 
     Returns:
       A scalar in h's dtype.
     """
-    loss, _ = _over_chunks(h, table, bias, targets, weights, rows, gradients=False)
+    words = words or Words(len(table))
+    loss, _ = _over_chunks(h, (table, bias), targets, weights, rows, words, gradients=False)
     return loss
 
 
@@ -71,12 +78,14 @@ def _forward(
     targets: jax.Array,
     weights: jax.Array,
     rows: int,
+    words: Words | None,
 ) -> tuple[jax.Array, Any]:
-    return _over_chunks(h, table, bias, targets, weights, rows, gradients=True)
+    words = words or Words(len(table))
+    return _over_chunks(h, (table, bias), targets, weights, rows, words, gradients=True)
 
 
-def _backward(rows: int, gradients: Any, d_loss: jax.Array) -> tuple[Any, ...]:
-    del rows
+def _backward(rows: int, words: Words | None, gradients: Any, d_loss: jax.Array) -> tuple[Any, ...]:
+    del rows, words
     d_h, d_table, d_bias = jax.tree.map(lambda d: d_loss * d, gradients)
     return d_h, d_table, d_bias, None, None
 
@@ -86,15 +95,16 @@ cross_entropy.defvjp(_forward, _backward)
 
 def _over_chunks(
     h: jax.Array,
-    table: jax.Array,
-    bias: jax.Array,
+    parameters: tuple[jax.Array, jax.Array],
     targets: jax.Array,
     weights: jax.Array,
     rows: int,
+    words: Words,
     *,
     gradients: bool,
 ) -> tuple[jax.Array, Any]:
-    """The loss, and if asked for (d h, d W, d b) of it."""
+    """The loss, and if asked for (d h, d W, d b) of it, from W and b."""
+    table, bias = parameters
     count = len(h)
     rows = min(rows, max(1, count))
     short = -count % rows
@@ -107,19 +117,20 @@ def _over_chunks(
 
     def work(sums: Any, h: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
         loss, d_weights = sums
-        logits = h @ table.T + bias[None]
+        logits = words.without_filling(h @ table.T + bias[None])
+        targets, own = words.place(targets)
         of_target = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-        top = logits.max(axis=-1)
+        top = words.max(logits.max(axis=-1))
         e = jnp.exp(logits - top[:, None])
-        total = e.sum(axis=-1)
+        total, of_target = words.sum((e.sum(axis=-1), words.owned(of_target, own)))
         loss = loss + (weights * (jnp.log(total) + top - of_target)).sum()
         if not gradients:
             return (loss, d_weights), None
         d_table, d_bias = d_weights
-        share = weights / total
-        d_table = (d_table + e.T @ (share[:, None] * h)).at[targets].add(-weights[:, None] * h)
-        d_bias = (d_bias + share @ e).at[targets].add(-weights)
-        d_h = share[:, None] * (e @ table) - weights[:, None] * table[targets]
+        share, taken = weights / total, words.owned(weights, own)
+        d_table = (d_table + e.T @ (share[:, None] * h)).at[targets].add(-taken[:, None] * h)
+        d_bias = (d_bias + share @ e).at[targets].add(-taken)
+        d_h = words.sum(share[:, None] * (e @ table) - taken[:, None] * table[targets])
         return (loss, (d_table, d_bias)), d_h
 
     def rest(sums: Any, h: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
@@ -149,24 +160,27 @@ class FullSoftmax(nn.Module):
       tied: W is the embedding's table; where an entry of it is not F wide, h is first taken
         there by a linear map.
       width: of an entry of the embedding.
+      parts: how many devices share the words; each has equally many rows of W and b.
     """
 
     words: int
     features: int
     tied: bool = False
     width: int = 0
+    parts: int = 1
 
     def setup(self) -> None:
+        rows = Words(self.words, self.parts).count
         if not self.tied:
             self.table = self.param(
-                "table", _transposed(torch_linear_kernel), (self.words, self.features)
+                "table", _transposed(torch_linear_kernel), (rows, self.features)
             )
         elif self.width != self.features:
             self.projection = self.param(
                 "projection", torch_linear_kernel, (self.features, self.width)
             )
         fan_in = self.width if self.tied else self.features
-        self.bias = self.param("bias", torch_linear_bias(fan_in), (self.words,))
+        self.bias = self.param("bias", torch_linear_bias(fan_in), (rows,))
 
     def losses(
         self, h: jax.Array, targets: jax.Array, weights: jax.Array, embedding: jax.Array | None
@@ -174,11 +188,12 @@ class FullSoftmax(nn.Module):
         """The sum of weighted losses of h ``[..., F]``, targets and weights ``[...]``."""
         h, table = self._weights(h, embedding)
         flat = h.reshape(-1, h.shape[-1])
-        rows = chunk_rows(self.words)
-        return cross_entropy(flat, table, self.bias, targets.ravel(), weights.ravel(), rows)
+        words = Words(self.words, self.parts)
+        rows = chunk_rows(words.count)
+        return cross_entropy(flat, table, self.bias, targets.ravel(), weights.ravel(), rows, words)
 
     def __call__(self, h: jax.Array, embedding: jax.Array | None) -> jax.Array:
-        """log p ``[..., V]`` of h ``[..., F]``."""
+        """log p ``[..., V]`` of h ``[..., F]``, where one device has all words."""
         h, table = self._weights(h, embedding)
         bias = jnp.expand_dims(self.bias, range(h.ndim - 1))
         return jax.nn.log_softmax(h @ table.T + bias)
@@ -205,26 +220,28 @@ class AdaptiveSoftmax(nn.Module):
       words: V.
       features: F.
       cutoffs: where each cluster begins, rising, each below V.
+      parts: how many devices share the words; each has equally many rows of each table.
     """
 
     words: int
     features: int
     cutoffs: Sequence[int]
+    parts: int = 1
 
     def setup(self) -> None:
         ends = [*self.cutoffs, self.words]
+        head = Words(ends[0] + len(self.cutoffs), self.parts)
         self.head = self.param(
-            "head",
-            _transposed(torch_linear_kernel),
-            (ends[0] + len(self.cutoffs), self.features),
+            "head", _transposed(torch_linear_kernel), (head.count, self.features)
         )
         tails = []
         for k, (low, high) in enumerate(itertools.pairwise(ends), 1):
             width = max(1, self.features // 4**k)
+            rows = Words(high - low, self.parts).count
             tails.append(
                 (
                     self.param(f"projection_{k}", torch_linear_kernel, (self.features, width)),
-                    self.param(f"tail_{k}", _transposed(torch_linear_kernel), (high - low, width)),
+                    self.param(f"tail_{k}", _transposed(torch_linear_kernel), (rows, width)),
                 )
             )
         self.tails = tails
@@ -239,16 +256,18 @@ class AdaptiveSoftmax(nn.Module):
         in_head = targets
         for k, low in enumerate(self.cutoffs):
             in_head = jnp.where(targets >= low, first + k, in_head)
-        loss = _unbiased(h, self.head, in_head, weights)
+        words = Words(first + len(self.cutoffs), self.parts)
+        loss = _unbiased(h, self.head, in_head, weights, words)
         for (low, high), (projection, tail) in zip(self._ranges(), self.tails, strict=True):
             own = (targets >= low) & (targets < high)
             order = jnp.argsort(~own)  # its rows first
             at = jnp.where(own, targets - low, 0)[order]
-            loss += _unbiased(h[order] @ projection, tail, at, (weights * own)[order])
+            words = Words(high - low, self.parts)
+            loss += _unbiased(h[order] @ projection, tail, at, (weights * own)[order], words)
         return loss
 
     def __call__(self, h: jax.Array, embedding: jax.Array | None) -> jax.Array:
-        """log p ``[..., V]`` of h ``[..., F]``."""
+        """log p ``[..., V]`` of h ``[..., F]``, where one device has all words."""
         del embedding
         h = wide(h)
         head = jax.nn.log_softmax(h @ self.head.T)
@@ -263,9 +282,11 @@ class AdaptiveSoftmax(nn.Module):
         return list(zip(self.cutoffs, [*self.cutoffs[1:], self.words], strict=True))
 
 
-def _unbiased(h: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+def _unbiased(
+    h: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array, words: Words
+) -> jax.Array:
     none = jnp.zeros(len(table), h.dtype)
-    return cross_entropy(h, table, none, targets, weights, chunk_rows(len(table)))
+    return cross_entropy(h, table, none, targets, weights, chunk_rows(len(table)), words)
 
 
 @functools.cache

@@ -151,6 +151,23 @@ class LanguageModelTask(LanguageModelSettings, BaseTask):
             softmax = FullSoftmax(self.words, features, self.tied, model.embedding)
         return LanguageModel(encoder, recurrent, softmax, self.tied)
 
+    def word_axes(self, params: Any) -> Any:
+        """See ``Task``: the tables of the softmax, and the embedding's where it is one of them."""
+
+        def axis(path: Any, leaf: Any) -> int | None:
+            del leaf
+            room, name = path[0].key, path[-1].key
+            of_words = room == "softmax" and not name.startswith("projection")
+            return 0 if of_words or (self.tied and room == "encoder") else None
+
+        return jax.tree_util.tree_map_with_path(axis, params)
+
+    def split_words(self, module: nn.Module, parts: int) -> nn.Module:
+        """See ``Task``."""
+        assert isinstance(module, LanguageModel)
+        encoder = module.encoder.clone(parts=parts if self.tied else 1)
+        return module.clone(encoder=encoder, softmax=module.softmax.clone(parts=parts))
+
     def example(self) -> tuple[jax.Array]:
         return (jnp.zeros((1, 1), jnp.int32),)
 

@@ -1,13 +1,16 @@
-"""The devices of all processes, and who has which rows of a batch.
+"""The devices of all processes, and who has which part of what is split over them.
 
-The batch is split over the devices; every device holds all parameters. A function that all of
-them run is one ``shard_map``; gradients are added by hand, once a step, outside the time loop.
+They stand along three axes: ``data`` splits the rows of a batch, ``lanes`` the seeds and rates,
+``vocab`` the tables of a softmax over words; of everything else each device has all. A function
+that all of them run is one ``shard_map``; gradients are added by hand, once a step, outside the
+time loop.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,10 +19,12 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding, PartitionSpec
 
+from experiments.settings.axes import AXES, DATA, LANES, VOCAB
 from experiments.settings.errors import UserError
 from recurrent_gates import target
 
-AXIS = "batch"
+WHOLE = PartitionSpec()
+"""The spec of what every device has whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,21 +88,34 @@ def later(axes: Any) -> Any:
     )
 
 
-def probed_axes(shapes: Callable[[int], Any], size: int) -> Any:
-    """The batch axes of trees that the library makes: those whose length follows the batch's.
+def split(axes: Any, over: str = DATA) -> Any:
+    """The specs of trees that are split along an axis of each leaf.
 
     Args:
-      shapes: the tree's shapes for a number of rows.
-      size: that number.
+      axes: a tree of these axes, or a prefix of one; None: the leaf stays whole.
+      over: the axis of devices.
     """
 
-    def axis(one: Any, other: Any) -> int | None:
-        differing = [
-            i for i, (a, b) in enumerate(zip(one.shape, other.shape, strict=True)) if a != b
-        ]
-        return differing[0] if differing else None
+    def spec(axis: int | None) -> PartitionSpec:
+        return PartitionSpec() if axis is None else PartitionSpec(*(None,) * axis, over)
 
-    return jax.tree.map(axis, shapes(size), shapes(size + 1))
+    return jax.tree.map(spec, axes, is_leaf=lambda axis: axis is None)
+
+
+def differing_axis(one: Any, other: Any) -> int | None:
+    """The first axis along which two arrays or shapes have other lengths; None: none."""
+    lengths = zip(one.shape, other.shape, strict=True)
+    return next((axis for axis, (a, b) in enumerate(lengths) if a != b), None)
+
+
+def probed_axes(shapes: Callable[[int], Any], size: int) -> Any:
+    """The axes of trees whose length follows a number, such as that of the rows of a batch.
+
+    Args:
+      shapes: the tree's shapes for a number.
+      size: that number.
+    """
+    return jax.tree.map(differing_axis, shapes(size), shapes(size + 1))
 
 
 def check_axes(what: str, tree: Any, axes: Any, rows: int) -> None:
@@ -114,26 +132,47 @@ def check_axes(what: str, tree: Any, axes: Any, rows: int) -> None:
 
 
 class DeviceMesh:
-    """The devices that share a batch: as many as divide it.
+    """The devices of a run.
 
     Args:
       batch_size: rows of the whole batch, over all processes.
+      sizes: how many devices there are along each of ``AXES``; None: along ``data`` as many as
+        divide the batch.
+
+    Attributes:
+      size: how many devices share a batch.
+      lanes: how many share the lanes.
+      parts: how many share the words.
 
     Raises:
-      UserError: if there are several processes and not all of their devices can have rows.
+      UserError: if there are fewer devices, or several processes of which not all devices would
+        have something.
     """
 
-    def __init__(self, batch_size: int) -> None:
+    def __init__(self, batch_size: int, sizes: Mapping[str, int] | None = None) -> None:
         devices = target.devices()
-        size = max(n for n in range(1, len(devices) + 1) if batch_size % n == 0)
-        if jax.process_count() > 1 and size != len(devices):
+        if sizes is None:
+            size = max(n for n in range(1, len(devices) + 1) if batch_size % n == 0)
+            self._check_all(size, f"--batch_size={batch_size} must be a multiple of")
+            sizes = {LANES: 1, DATA: size, VOCAB: 1}
+        count = math.prod(sizes.values())
+        text = ",".join(f"{axis}:{sizes[axis]}" for axis in AXES if sizes[axis] > 1)
+        if count > len(devices):
+            hint = f"XLA_FLAGS=--xla_force_host_platform_device_count={count} makes so many."
             raise UserError(
-                f"--batch_size={batch_size} must be a multiple of the {len(devices)} devices of "
-                f"the {jax.process_count()} processes."
+                f"--mesh={text} needs {count} devices, and there are {len(devices)}"
+                + (f"; on a CPU {hint}" if devices[0].platform == "cpu" else ".")
             )
-        self._mesh = jax.sharding.Mesh(np.array(devices[:size]), (AXIS,))
+        self._check_all(count, f"--mesh={text or 'data:1'} must use all of")
+        self.size, self.lanes, self.parts = sizes[DATA], sizes[LANES], sizes[VOCAB]
+        shape = [sizes[axis] for axis in AXES]
+        self._mesh = jax.sharding.Mesh(np.array(devices[:count]).reshape(shape), AXES)
         self._gather = jax.jit(_same, out_shardings=NamedSharding(self._mesh, PartitionSpec()))
-        self.size = size
+
+    def _check_all(self, count: int, must: str) -> None:
+        there, processes = len(jax.devices()), jax.process_count()
+        if processes > 1 and count != there:
+            raise UserError(f"{must} the {there} devices of the {processes} processes.")
 
     @property
     def platform(self) -> str:
@@ -147,90 +186,107 @@ class DeviceMesh:
         if total % self.size:
             return Rows(0, total, total)
         share = total // self.size
-        return Rows(jax.lax.axis_index(AXIS) * share, share, total)
+        return Rows(jax.lax.axis_index(DATA) * share, share, total)
 
     def mean(self, tree: Any) -> Any:
-        """The mean over devices."""
+        """The mean over the devices that share the batch."""
         return self._at_once(jax.lax.pmean, tree)
 
     def sum(self, tree: Any) -> Any:
-        """The sum over devices."""
+        """The sum over them."""
         return self._at_once(jax.lax.psum, tree)
+
+    def sum_of_parts(self, x: Any) -> Any:
+        """The sum over the devices that share the words."""
+        return x if self.parts == 1 else jax.lax.psum(x, VOCAB)
 
     def _at_once(self, reduce: Callable[[Any, str], Any], tree: Any) -> Any:
         """A tree reduced over devices; between processes that is one message, not one a leaf."""
         if self.size == 1:
             return tree  # XLA would copy all of it
         if jax.process_count() == 1:
-            return reduce(tree, AXIS)
+            return reduce(tree, DATA)
         flat, unravel = ravel_pytree(tree)
-        return unravel(reduce(flat, AXIS))
+        return unravel(reduce(flat, DATA))
 
     # Outside.
 
-    def everywhere(
-        self, function: Callable[..., Any], in_axes: Any = None, out_axes: Any = None
-    ) -> Callable[..., Any]:
+    def everywhere(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
         """The function run by every device.
 
         Args:
           function: of arrays.
-          in_axes: of each argument the batch axis of its leaves, None for a tree that every
-            device has whole; one entry for each argument.
-          out_axes: the same of the value.
+          in_specs: of each argument how its leaves are split, see ``split``; one entry for each.
+          out_specs: the same of the value.
         """
         return jax.shard_map(
-            function,
-            mesh=self._mesh,
-            in_specs=self._specs(in_axes),
-            out_specs=self._specs(out_axes),
-            check_vma=False,
+            function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
-    def place(self, tree: Any, axes: Any = None) -> Any:
-        """A tree that the host has, split along its batch axes, on the devices of all processes."""
+    def place(self, tree: Any, specs: Any = WHOLE) -> Any:
+        """A tree that the host has, split as its specs say, on the devices of all processes."""
 
-        def put(axis: int | None, leaf: Any) -> jax.Array:
-            sharding = NamedSharding(self._mesh, _spec(axis))
+        def put(spec: PartitionSpec, leaf: Any) -> jax.Array:
+            sharding = NamedSharding(self._mesh, spec)
             if jax.process_count() == 1:
                 return jax.device_put(leaf, sharding)
-            if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+            if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
                 return leaf  # it is on the devices of all processes already
             whole = np.asarray(leaf)
             return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
-        return map_axes(put, axes, tree)
+        return map_axes(put, specs, tree)
 
-    def placed_shapes(self, tree: Any, axes: Any = None) -> Any:
+    def placed_shapes(self, tree: Any, specs: Any = WHOLE) -> Any:
         """The shapes of what ``place`` makes of a tree."""
 
-        def placed(axis: int | None, leaf: Any) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(self._mesh, _spec(axis))
+        def shape(spec: PartitionSpec, leaf: Any) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(self._mesh, spec)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        return map_axes(placed, axes, jax.eval_shape(_same, tree))
+        return map_axes(shape, specs, jax.eval_shape(_same, tree))
 
-    def place_own(self, tree: Any, axes: Any) -> Any:
-        """A tree of which each process has its own rows, on the devices."""
+    def place_own(self, tree: Any, specs: Any, totals: Mapping[str, int]) -> Any:
+        """A tree of which each process has what ``own`` says, on the devices.
 
-        def put(axis: int | None, leaf: np.ndarray) -> jax.Array:
-            return jax.make_array_from_process_local_data(
-                NamedSharding(self._mesh, _spec(axis)), leaf
+        Args:
+          tree: arrays.
+          specs: how the whole is split.
+          totals: the whole's length along each axis that splits it.
+        """
+
+        def put(spec: PartitionSpec, leaf: np.ndarray) -> jax.Array:
+            names = {i: str(name) for i, name in enumerate(spec) if name is not None}
+            shape = tuple(
+                totals[names[i]] if i in names else length for i, length in enumerate(leaf.shape)
             )
+            own = {i: self.own(name, totals[name]) for i, name in names.items()}
 
-        return map_axes(put, axes, tree)
+            def part(index: Any) -> np.ndarray:
+                places = [slice(*one.indices(n)) for one, n in zip(index, shape, strict=True)]
+                for i, numbers in own.items():
+                    first = int(np.searchsorted(numbers, places[i].start))
+                    places[i] = slice(first, first + places[i].stop - places[i].start)
+                return leaf[tuple(places)]
 
-    def own_rows(self, total: int) -> np.ndarray:
-        """The numbers of the rows that this process reads."""
-        if total % self.size:
+            return jax.make_array_from_callback(shape, NamedSharding(self._mesh, spec), part)
+
+        return map_axes(put, specs, tree)
+
+    def own(self, axis: str, total: int) -> np.ndarray:
+        """The numbers of what this process's devices have of so much that an axis splits."""
+        size = self._mesh.shape[axis]
+        if total % size:
             return np.arange(total)
-        share = total // self.size
-        mine = [
-            place
-            for place, device in enumerate(self._mesh.devices.flat)
+        share = total // size
+        mine = {
+            place[AXES.index(axis)]
+            for place, device in np.ndenumerate(self._mesh.devices)
             if device.process_index == jax.process_index()
-        ]
-        return np.concatenate([np.arange(place * share, (place + 1) * share) for place in mine])
+        }
+        return np.concatenate(
+            [np.arange(place * share, (place + 1) * share) for place in sorted(mine)]
+        )
 
     def fetch(self, tree: Any) -> Any:
         """A tree of the devices as NumPy arrays, whole, on every process; all of them call this."""
@@ -244,13 +300,6 @@ class DeviceMesh:
 
         return jax.tree.map(whole, tree)
 
-    def _specs(self, axes: Any) -> Any:
-        return jax.tree.map(_spec, axes, is_leaf=lambda axis: axis is None)
-
 
 def _same(tree: Any) -> Any:
     return tree
-
-
-def _spec(axis: int | None) -> PartitionSpec:
-    return PartitionSpec() if axis is None else PartitionSpec(*(None,) * axis, AXIS)

@@ -8,12 +8,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from experiments.settings.axes import check_shares
 from experiments.settings.errors import UserError
 from experiments.settings.fields import check_all, declared
 from experiments.settings.model import CarrySettings, ModelSettings
 from experiments.settings.optimization import TrainingSettings
 
-_NO_MATHEMATICS = ("model.backend", "task.data_dir")
+_NO_MATHEMATICS = ("model.backend", "task.data_dir", "training.mesh")
 # Than runs whose default directories should be found again.
 _NEWER = ("training.ties", "training.on_divergence", "model.memory_slots", "model.heads")
 _SEEDS = 2**31  # a seed is an int32
@@ -91,6 +92,8 @@ class Config:
         for part in self.parts.values():
             check_all(part)
         training, carry, model = self.training, self.carry, self.model
+        words = hasattr(self.task, "word_axes")
+        check_shares(training.mesh, training.batch_size, len(training.lanes), words=words)
         if training.seed + training.seeds > _SEEDS:
             raise UserError(f"--seed and --seeds together must stay below {_SEEDS}.")
         if carry.detach_prob and carry.detach_off_steps >= training.steps:

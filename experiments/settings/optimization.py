@@ -85,6 +85,12 @@ class TrainingSettings:
         Sourced("first", "h-detach's pixelmnist.py asks for better ones; ours: UR does not say"),
         choices=("first", "last"),
     )
+    mesh: str = setting(
+        "devices along each axis: data splits the batch, lanes the seeds and rates, vocab the "
+        "tables of a softmax over words; such as data:8 or lanes:4,data:2; auto: data, as many as "
+        "divide the batch",
+        Sourced("auto", "ours: all devices serve one batch"),
+    )
 
     @property
     def reports_best(self) -> bool:

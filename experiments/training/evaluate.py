@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from experiments.machine.mesh import DeviceMesh, Rows, check_axes
+from experiments.machine.mesh import WHOLE, DeviceMesh, Rows, check_axes, split
+from experiments.settings.axes import DATA
 from experiments.settings.config import Config
 from experiments.training.lanes import Lanes
 from experiments.training.models import fresh_carry
@@ -27,10 +28,10 @@ class Evaluation:
 
     Args:
       config: of the run.
-      task: what is trained.
-      module: its model.
+      module: the model.
       mesh: the devices.
       lanes: the lanes of the parameters.
+      params: how the parameters of all lanes are split.
       name: of the set.
       held_out: the set.
     """
@@ -38,30 +39,34 @@ class Evaluation:
     def __init__(
         self,
         config: Config,
-        task: Task,
         module: nn.Module,
         mesh: DeviceMesh,
         lanes: Lanes,
+        params: Any,
         name: str,
         held_out: HeldOut,
     ) -> None:
+        task: Task = config.task
         self._config, self._task, self._module = config, task, module
         self._mesh, self._lanes, self._name, self._set = mesh, lanes, name, held_out
-        split = held_out.rows % mesh.size == 0
-        self._split = split and mesh.size > 1
+        self._params = params
+        even = held_out.rows % mesh.size == 0
+        self._split = even and mesh.size > 1
 
-        def axes(of_one_lane: Any) -> Any:
-            return lanes.axes(of_one_lane) if split else None
+        def specs(axes: Any) -> Any:
+            return split(axes) if even else WHOLE
 
-        stream, outputs = axes(task.stream_axes), axes(task.output_axes)
-        self._window_axes = task.axes if split else None
-        self._start = jax.jit(mesh.everywhere(self._begin, (None,), stream))
+        stream, outputs = (
+            lanes.specs(specs(axes)) for axes in (task.stream_axes, task.output_axes)
+        )
+        self._window_specs = specs(task.axes)
+        self._start = jax.jit(mesh.everywhere(self._begin, (WHOLE,), stream))
         self._jits = {
             streamed: jax.jit(
                 mesh.everywhere(
                     lanes.over(self._window, shared=2),
-                    (None, stream, self._window_axes if streamed else None, None),
-                    (None, stream, outputs),
+                    (params, stream, self._window_specs if streamed else WHOLE, WHOLE),
+                    (lanes.specs(WHOLE), stream, outputs),
                 )
             )
             for streamed in (False, True)
@@ -105,8 +110,9 @@ class Evaluation:
         return {name: column.reshape(()) for name, column in columns.items()}
 
     def _read(self, data: Streamed, index: int) -> Any:
-        rows = self._mesh.own_rows(self._set.rows)
-        return self._mesh.place_own(data.read_held_out(self._name, index, rows), self._window_axes)
+        total = self._set.rows
+        read = data.read_held_out(self._name, index, self._mesh.own(DATA, total))
+        return self._mesh.place_own(read, self._window_specs, {DATA: total})
 
     def _rows(self) -> Rows:
         return self._mesh.rows(self._set.rows)
@@ -119,7 +125,7 @@ class Evaluation:
         fresh = functools.partial(fresh_carry, self._module.recurrent)
         stream = self._set.start(fresh, data, self._rows())
         self._check("stream", stream, self._task.stream_axes)
-        return self._lanes.stack([stream for _ in self._lanes.each])
+        return self._lanes.stack([stream] * self._lanes.share)
 
     def _window(
         self, params: Any, stream: Any, data: Any, index: jax.Array

@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from experiments.machine.mesh import later
+from experiments.settings.axes import LANES
 from experiments.training.state import Lane
 
 _LANE_AFTER_LANE = ("cpu",)
@@ -24,11 +25,20 @@ class Lanes:
     Args:
       seeds_and_rates: one pair for each lane.
       platform: of the devices.
+      parts: how many devices share the lanes.
+
+    Attributes:
+      several: whether there is more than one.
+      each: every one of them.
+      share: how many each device has.
     """
 
-    def __init__(self, seeds_and_rates: list[tuple[int, float]], platform: str) -> None:
+    def __init__(
+        self, seeds_and_rates: list[tuple[int, float]], platform: str, parts: int = 1
+    ) -> None:
         self.several = len(seeds_and_rates) > 1
         self.each = [Lane(jnp.int32(seed), jnp.float32(rate)) for seed, rate in seeds_and_rates]
+        self.share = len(self.each) // parts
         self._in_turn = platform in _LANE_AFTER_LANE
 
     @property
@@ -46,9 +56,11 @@ class Lanes:
         """A lane's part of a tree of all."""
         return jax.tree.map(lambda leaf: leaf[lane], tree) if self.several else tree
 
-    def axes(self, axes: Any) -> Any:
-        """The batch axes of a tree of all lanes, from those of one lane's."""
-        return later(axes) if self.several else axes
+    def specs(self, specs: Any) -> Any:
+        """How a tree of all lanes is split, from how one lane's is."""
+        if not self.several:
+            return specs
+        return jax.tree.map(lambda spec: PartitionSpec(LANES, *spec), specs)
 
     def over(self, function: Callable[..., Any], shared: int = 0) -> Callable[..., Any]:
         """The function of all lanes; the last ``shared`` arguments are the same for each."""

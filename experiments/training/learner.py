@@ -14,13 +14,18 @@ import numpy as np
 
 from experiments.machine import memory
 from experiments.machine.mesh import (
+    WHOLE,
     DeviceMesh,
     Rows,
     check_axes,
+    differing_axis,
     later,
     map_axes,
     probed_axes,
+    split,
 )
+from experiments.machine.words import Words
+from experiments.settings.axes import DATA, LANES, VOCAB, axes_of
 from experiments.settings.cells import build_cell
 from experiments.settings.config import Config
 from experiments.settings.errors import UserError
@@ -59,14 +64,29 @@ class Learner:
         self._module = self.task.module(recurrent_layers(cell, config.model), config.model)
         self._fresh = functools.partial(fresh_carry, self._module.recurrent)
         training = config.training
-        self.mesh = DeviceMesh(training.batch_size)
+        self.mesh = DeviceMesh(training.batch_size, axes_of(training.mesh))
         self._shapes = self.task.shapes(training.batch_size)
-        self._update = Update(config, self.task, self._module, self.mesh)
+        own: Any = self._module  # what a device runs
+        if self.mesh.parts > 1:
+            own = config.task.split_words(own, self.mesh.parts)
+        self._update = Update(config, self.task, own, self.mesh)
         with _backends_own_words(config.model.backend):
             self._state_shapes = jax.eval_shape(self._initial, Lane(*_LANE))
             self._window_shapes = jax.eval_shape(self._window, Lane(*_LANE), self._state_shapes)
-        self._check_memory()
-        self.lanes = Lanes(training.lanes, self.mesh.platform)
+        self.lanes = Lanes(training.lanes, self.mesh.platform, self.mesh.lanes)
+        # Every device has all of a lane's state but for the rows of its stream and of its words.
+        share, parts = self._rows_of_words, self.mesh.parts
+        self._check_memory(self._state_of_words(share))
+        words = jax.tree.map(
+            differing_axis,
+            self._state_of_words(share),
+            self._state_of_words(lambda count: share(count) + 1),
+        )
+        self.specs: State = self.lanes.specs(
+            split(words, VOCAB)._replace(stream=split(self.task.stream_axes))
+        )
+        placed = self._state_of_words(lambda count: share(count) * parts)
+        self._placed_shapes = self._of_lanes(placed)
 
         self._data: Any = None
         self._placed = False
@@ -75,29 +95,41 @@ class Learner:
         self.watched = "validation" if "validation" in sets else "held_out"
         self.reported = "test" if "test" in sets else self.watched
         self._evaluations = {
-            name: Evaluation(config, self.task, self._module, self.mesh, self.lanes, name, one)
+            name: Evaluation(config, own, self.mesh, self.lanes, self.specs.params, name, one)
             for name, one in sets.items()
         }
-        stream = self.lanes.axes(self.task.stream_axes)
-        # Every device has all of a state but for the rows of its stream.
-        self.state_axes: Any = State(*(None,) * len(State._fields))._replace(stream=stream)  # type: ignore[arg-type]
-        windows = self.lanes.axes(later(self.task.axes))
+        of_lane = self.lanes.specs(WHOLE)
+        self._window_specs = self.lanes.specs(split(later(self.task.axes)))
         # One compilation serves every number of steps, seed and rate: all of them are arguments.
         self._advance_jit = {
             streamed: jax.jit(
                 self.mesh.everywhere(
                     self.lanes.over(self._update.steps, shared=3),
-                    (self.state_axes, None, windows if streamed else None, None, None, None),
-                    self.state_axes,
+                    (
+                        self.specs,
+                        of_lane,
+                        self._window_specs if streamed else WHOLE,
+                        WHOLE,
+                        WHOLE,
+                        WHOLE,
+                    ),
+                    self.specs,
                 ),
                 donate_argnums=0,
             )
             for streamed in (False, True)
         }
         self._start_jit = jax.jit(
-            self.mesh.everywhere(self.lanes.over(self._start, shared=1), (None, None), stream)
+            self.mesh.everywhere(
+                self.lanes.over(self._start, shared=1), (of_lane, WHOLE), self.specs.stream
+            )
         )
-        self._settle_jit = jax.jit(self.lanes.over(self._settle))
+        without_stream = self.specs._replace(stream=())
+        self._settle_jit = jax.jit(
+            self.mesh.everywhere(
+                self.lanes.over(self._settle), (without_stream, of_lane), without_stream
+            )
+        )
         self._drawn_jit = jax.jit(self._drawn)
         self._advance_compiled: Callable[..., State] | None = None
 
@@ -141,20 +173,30 @@ class Learner:
 
     def place(self, state: State) -> State:
         """A state that the host has, on the devices."""
-        return self.mesh.place(state, self.state_axes)
+        like = self._placed_shapes._replace(stream=state.stream)
+        specs = self.specs if jax.tree.leaves(state.stream) else self.specs._replace(stream=())
+        return self.mesh.place(jax.tree.map(_filled, state, like), specs)
+
+    def fetch(self, tree: Any, shapes: Any = None) -> Any:
+        """A state of the devices as the host has it; see ``DeviceMesh.fetch``.
+
+        Args:
+          tree: a state, or a part of one.
+          shapes: of that part on the host; None: those of a state.
+        """
+        shapes = self.shapes() if shapes is None else shapes
+        return jax.tree.map(_unfilled, self.mesh.fetch(tree), shapes)
 
     def shapes(self) -> State:
-        """The state's shapes and dtypes, without computing anything."""
-        return jax.eval_shape(self.lanes.stack, [self._state_shapes for _ in self.lanes.each])
+        """The state's shapes and dtypes on the host, without computing anything."""
+        return self._of_lanes(self._state_shapes)
 
     def initial(self) -> State:
         """The state before the first step, after ``load``."""
         # Lane by lane: a lane alone starts with the same bits.
         drawn = [self._drawn_jit(lane) for lane in self.lanes.each]
-        state = self.mesh.place(self.lanes.stack(drawn))
-        return state._replace(
-            stream=self._start_jit(self.mesh.place(self.lanes.together), self._resident)
-        )
+        state = self.place(self.lanes.stack(drawn))
+        return state._replace(stream=self._start_jit(self._placed_lanes, self._resident))
 
     def parameter_counts(self) -> dict[str, int]:
         """``{"recurrent_parameters", "total_parameters"}`` of one lane."""
@@ -195,16 +237,15 @@ class Learner:
 
         No file is read: what depends on the number of rows is a window, and read on the host.
         """
-        rows = self._batch_size
-        streamed = jax.tree.leaves(probed_axes(self.task.shapes, rows)) != []
-        place = self.mesh.placed_shapes
-        state, (lanes, start, stop), window, resident = (
-            place(self.shapes(), self.state_axes),
-            place((self.lanes.together, np.int32(0), np.int32(1))),
+        streamed = jax.tree.leaves(probed_axes(self.task.shapes, self._batch_size)) != []
+        placed = self.mesh.placed_shapes
+        traced = self._advance_jit[streamed].trace(
+            placed(self._placed_shapes, self.specs),
+            placed(self.lanes.together, self.lanes.specs(WHOLE)),
             self._placed_windows() if streamed else None,
-            None if streamed else place(self._shapes),
+            None if streamed else placed(self._shapes),
+            *placed((np.int32(0), np.int32(1))),
         )
-        traced = self._advance_jit[streamed].trace(state, lanes, window, resident, start, stop)
         return traced, traced.lower(lowering_platforms=(self.mesh.platform,))
 
     def advance(self, state: State, start: int, stop: int) -> State:
@@ -230,8 +271,8 @@ class Learner:
           date; the scores, each ``[]`` or ``[lanes]``.
         """
         scores = self._evaluations[self.watched].scores(state.params, self._data, pause)
-        placed = self.mesh.place(scores)
-        settled = self.mesh.place(self._settle_jit(state._replace(stream=()), placed))
+        placed = self.mesh.place(scores, self.lanes.specs(WHOLE))
+        settled = self._settle_jit(state._replace(stream=()), placed)
         return settled._replace(stream=state.stream), scores
 
     def final_scores(self, state: State, pause: Pause = _none) -> Scores:
@@ -297,23 +338,29 @@ class Learner:
             if self._streamed:
                 if hasattr(self._data, "batched"):
                     self._data = self._data.batched(self._batch_size)
+                lanes = self._config.training.lanes
                 self._feed = Feed(
                     self._data,
-                    [seed for seed, _ in self._config.training.lanes],
-                    self.mesh.own_rows(self._batch_size),
+                    [lanes[lane][0] for lane in self.mesh.own(LANES, len(lanes))],
+                    self.mesh.own(DATA, self._batch_size),
                     self._config.training.steps,
                 )
         return self._data
 
     def _advance_arguments(self, state: State, start: int, stop: int) -> tuple[Any, ...]:
-        place = self.mesh.place
         windows = None
         if self._feed is not None:
             read = self._feed.take(start, stop)
             stacked = read if self.lanes.several else jax.tree.map(lambda leaf: leaf[0], read)
-            windows = self.mesh.place_own(stacked, self.lanes.axes(later(self.task.axes)))
-        numbers = place((self.lanes.together, np.int32(start), np.int32(stop)))
-        return (state, numbers[0], windows, self._resident, *numbers[1:])
+            totals = {LANES: len(self.lanes.each), DATA: self._batch_size}
+            windows = self.mesh.place_own(stacked, self._window_specs, totals)
+        numbers = self.mesh.place((np.int32(start), np.int32(stop)))
+        return (state, self._placed_lanes, windows, self._resident, *numbers)
+
+    @property
+    def _placed_lanes(self) -> Lane:
+        lanes: Lane = self.mesh.place(self.lanes.together, self.lanes.specs(WHOLE))
+        return lanes
 
     def _advance_shapes(self) -> tuple[Any, ...]:
         """The arguments of ``advance``: shapes, but for numbers.
@@ -322,18 +369,48 @@ class Learner:
         serves to compile it: without their places, what training does not use would be compiled
         for another.
         """
-        numbers = self.mesh.place((self.lanes.together, np.int32(0), np.int32(1)))
-        resident = self.mesh.placed_shapes(self._resident)
         windows = self._placed_windows() if self._streamed else None
-        return (self.shapes(), numbers[0], windows, resident, *numbers[1:])
+        numbers = self.mesh.place((np.int32(0), np.int32(1)))
+        resident = self.mesh.placed_shapes(self._resident)
+        state = self.mesh.placed_shapes(self._placed_shapes, self.specs)
+        return (state, self._placed_lanes, windows, resident, *numbers)
+
+    def _of_lanes(self, shapes: Any) -> Any:
+        """The shapes of a tree of all lanes, from one lane's."""
+        return jax.eval_shape(self.lanes.stack, [shapes for _ in self.lanes.each])
+
+    def _rows_of_words(self, count: int) -> int:
+        """How many rows a device has of a table of so many words."""
+        return Words(count, self.mesh.parts).count
+
+    def _state_of_words(self, rows: Callable[[int], int]) -> State:
+        """The shapes of a lane's state whose tables of words have other lengths, if devices share
+        them.
+
+        Args:
+          rows: how many, for a table of so many words.
+        """
+        state, task = self._state_shapes, self._config.task
+        if self.mesh.parts == 1:
+            return state
+
+        def table(axis: int | None, leaf: Any) -> jax.ShapeDtypeStruct:
+            shape = [rows(n) if at == axis else n for at, n in enumerate(leaf.shape)]
+            return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+        params = map_axes(table, task.word_axes(state.params), state.params)
+        return state._replace(
+            params=params,
+            optimizer=jax.eval_shape(self._update.masked(params).init, params),
+            best=None if state.best is None else state.best._replace(params=params),
+        )
 
     def _placed_windows(self) -> Any:
         """The shapes of the windows that go to the device together, as they will be placed."""
         windows = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct((CHUNK, *leaf.shape), leaf.dtype), self._shapes
         )
-        stacked = jax.eval_shape(self.lanes.stack, [windows for _ in self.lanes.each])
-        return self.mesh.placed_shapes(stacked, self.lanes.axes(later(self.task.axes)))
+        return self.mesh.placed_shapes(self._of_lanes(windows), self._window_specs)
 
     # One lane.
 
@@ -411,20 +488,23 @@ class Learner:
             faults=None if state.faults is None else state.faults.settled(),
         )
 
-    def _check_memory(self) -> None:
+    def _check_memory(self, state: State) -> None:
         """Refuses what cannot fit, from shapes alone: nothing has been allocated.
 
         Counted are parameters, the optimiser's state, resident data, the window and the state at
         each of its steps, of which training keeps more than one; so what is refused is too much.
+
+        Args:
+          state: what a device has of a lane's.
         """
         training, model = self._config.training, self._config.model
-        lanes = training.seeds * len(training.learning_rates)
+        lanes = self.lanes.share
         window = self._window_shapes
         lengths = map_axes(_steps, self.task.axes, window)
         steps = max(jax.tree.leaves(lengths), default=1)
         kept = 4 * steps * training.batch_size * model.hidden_size * model.layers
         needed = {
-            "the parameters and the optimiser's state": lanes * memory.bytes_of(self._state_shapes),
+            "the parameters and the optimiser's state": lanes * memory.bytes_of(state),
             "the data": memory.bytes_of(self._shapes),
             "a batch and the states at its steps": memory.bytes_of(window) + kept // self.mesh.size,
         }
@@ -449,3 +529,16 @@ def _steps(axis: int | None, leaf: Any) -> int:
     """The length of the first axis that is not the batch's."""
     others = [length for at, length in enumerate(leaf.shape) if at != axis]
     return others[0] if others else 1
+
+
+def _filled(leaf: Any, like: Any) -> Any:
+    """A leaf with zeros behind it up to another one's shape."""
+    if leaf.shape == like.shape:
+        return leaf
+    wider = zip(leaf.shape, like.shape, strict=True)
+    return np.pad(np.asarray(leaf), [(0, long - short) for short, long in wider])
+
+
+def _unfilled(leaf: np.ndarray, like: Any) -> np.ndarray:
+    """A leaf without what ``_filled`` put behind it."""
+    return leaf[tuple(map(slice, like.shape))]

@@ -269,13 +269,13 @@ class _Run:
         if self._illustrate is None:
             return {}
         learner = self._learner
-        params = learner.lanes.of(learner.mesh.fetch(state.params), 0)
+        params = learner.lanes.of(learner.fetch(state.params, learner.shapes().params), 0)
         with self._clock.inside():
             return self._illustrate(learner, params)
 
     def _save(self, step: int, state: State) -> None:
         began = time.perf_counter()
-        whole = self._learner.mesh.fetch(state)
+        whole = self._learner.fetch(state)
         if (checkpoints := self._checkpoints) is not None:
             self._patience(self._work.sync)
             self._patience(lambda: checkpoints.save(step, whole))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from experiments.machine.mesh import Rows, probed_axes
+from experiments.machine.words import Words, total_over_parts
 from experiments.settings.model import ModelSettings
 from recurrent_gates import RNN, Cell, Stack, draw_noise
 from recurrent_gates.initializers import (
@@ -34,25 +35,33 @@ class TokenEncoder(nn.Module):
       vocabulary: how many different tokens there are.
       width: D of an embedding.
       embedding_init: draws its table.
+      parts: how many devices share its table; each has equally many rows.
     """
 
     inputs: str
     vocabulary: int
     width: int
     embedding_init: Initializer = torch_embedding
+    parts: int = 1
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         if self.inputs == "embed":
-            embed = nn.Embed(self.vocabulary, self.width, embedding_init=self.embedding_init)
-            return embed(tokens)
+            words = Words(self.vocabulary, self.parts)
+            embed = nn.Embed(words.count, self.width, embedding_init=self.embedding_init)
+            if self.parts == 1:
+                return embed(tokens)
+            row, own = words.place(tokens)
+            embedded = embed(row)
+            return total_over_parts(jnp.where(own[..., None], embedded, jnp.zeros_like(embedded)))
         if self.inputs == "one_hot":
             return jax.nn.one_hot(tokens, self.vocabulary, dtype=jnp.float32)
         return tokens[..., None].astype(jnp.float32)
 
     @property
     def table(self) -> jax.Array:
-        """The embeddings ``[vocabulary, D]`` of a bound module that has embedded something."""
+        """The embeddings ``[vocabulary, D]``, or a device's part of them, of a bound module that
+        has embedded something."""
         return self.variables["params"]["Embed_0"]["embedding"]
 
 

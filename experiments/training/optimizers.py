@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +12,23 @@ import optax
 from experiments.settings.optimization import TrainingSettings
 
 
-def optimizer(settings: TrainingSettings) -> optax.GradientTransformation:
+def optimizer(
+    settings: TrainingSettings, norm: Callable[[Any], jax.Array] | None = None
+) -> optax.GradientTransformation:
     """Clipping, weight decay and the optimiser's direction; the caller multiplies by minus the
     rate.
 
     But for adamw the decay is added to the clipped gradient, as torch's ``weight_decay`` is, so
     that Adam scales it like the gradient itself. RMSprop is torch's, too.
+
+    Args:
+      settings: of the run.
+      norm: of a gradient of which a device has a part only; None: it has all of it.
     """
     parts, decay = [], settings.weight_decay
     if settings.clip_norm:
-        parts.append(optax.clip_by_global_norm(settings.clip_norm))
+        clip = settings.clip_norm
+        parts.append(optax.clip_by_global_norm(clip) if norm is None else _clip_by(norm, clip))
     if settings.clip_value:
         parts.append(optax.clip(settings.clip_value))
     if decay and settings.optimizer != "adamw":
@@ -34,6 +41,22 @@ def optimizer(settings: TrainingSettings) -> optax.GradientTransformation:
         "rmsprop": lambda: [optax.scale_by_rms(decay=0.99, eps_in_sqrt=False), *momentum],
     }
     return optax.chain(*parts, *directions[settings.optimizer]())
+
+
+def _clip_by(norm: Callable[[Any], jax.Array], largest: float) -> optax.GradientTransformation:
+    """``optax.clip_by_global_norm`` with a norm of one's own."""
+
+    def clipped(gradients: Any, params: Any) -> Any:
+        del params
+        length = norm(gradients)
+        return jax.tree.map(
+            lambda leaf: jnp.where(
+                length < largest, leaf, leaf / length.astype(leaf.dtype) * largest
+            ),
+            gradients,
+        )
+
+    return optax.stateless(clipped)
 
 
 def schedule(settings: TrainingSettings) -> Callable[[jax.Array], jax.Array] | None:

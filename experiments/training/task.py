@@ -176,7 +176,10 @@ class Task(Protocol):
 
     # A task may also have ``update(descend, learned, window, key) -> (learned, descent)``, an
     # update of its own: see ``update.Update``; and ``rate_factor(window)``, a factor on the
-    # learning rate of a step, float32 scalar and equal on all devices.
+    # learning rate of a step, float32 scalar and equal on all devices. One whose model has tables
+    # of words that devices can share has ``word_axes(params)``, the axis of the words of every
+    # parameter or None, and ``split_words(module, parts)``, the model of a device that has an
+    # equal part of them: see ``machine.words``.
 
     def adapt(self, stream: Any, loss: jax.Array, weight: Any) -> Any:
         """The stream that goes on to the next step, after the update.

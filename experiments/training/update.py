@@ -98,7 +98,7 @@ class Update:
 
     def __init__(self, config: Config, task: Task, module: nn.Module, mesh: DeviceMesh) -> None:
         self._config, self._task, self._module, self._mesh = config, task, module, mesh
-        self._optimizer = optimizer(config.training)
+        self._optimizer = optimizer(config.training, self._norm if mesh.parts > 1 else None)
         self._schedule = schedule(config.training)
 
     def masked(self, params: Any) -> optax.GradientTransformation:
@@ -172,7 +172,7 @@ class Update:
             optimizer=learned.optimizer,
             stream=after,
             loss_total=state.loss_total + loss * share,
-            loss_weight=state.loss_weight + share,
+            loss_weight=state.loss_weight + jnp.asarray(share, jnp.float32),
             diverged_at=jnp.where(first_bad, step, state.diverged_at),
             halving=halving,
         )
@@ -230,6 +230,16 @@ class Update:
         if fault is not None:
             fault = jnp.where(fault < 0, _first_bad(loss, gradients), fault)
         return Learned(params, optimizer, fault), Descent(loss, weight, outcome)
+
+    def _norm(self, gradients: Any) -> jax.Array:
+        """The global norm of gradients of which each part of the words has its own rows."""
+        split: list[jax.Array] = []
+        whole: list[jax.Array] = []
+        task: Any = self._task
+        axes = jax.tree.leaves(task.word_axes(gradients), is_leaf=lambda axis: axis is None)
+        for axis, leaf in zip(axes, jax.tree.leaves(gradients), strict=True):
+            (whole if axis is None else split).append(jnp.square(leaf).sum())
+        return jnp.sqrt(self._mesh.sum_of_parts(sum(split)) + sum(whole))
 
     def _mean(self, outcome: Outcome) -> tuple[jax.Array, Any]:
         """What to average over devices so that totals are divided by the weight of all of them,

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
-from experiments.machine.mesh import AXIS, Rows, check_axes, map_axes, probed_axes
+from experiments.machine.mesh import Rows, check_axes, map_axes, probed_axes, split
+from experiments.settings.axes import DATA
 from experiments.training.evaluate import Evaluation
 from experiments.training.lanes import Lanes
 from experiments.training.learner import Learner
@@ -45,14 +47,17 @@ def test_an_axis_of_outputs_that_is_not_the_batch_is_refused(task, axis):
 
 
 def test_the_axes_of_several_lanes_are_one_later():
-    axes, one = {"inputs": 1, "level": None}, (0, 0.1)
-    assert Lanes([one, one], "cpu").axes(axes) == {"inputs": 2, "level": None}
-    assert Lanes([one], "cpu").axes(axes) == axes
+    specs, one = split({"inputs": 1, "level": None}), (0, 0.1)
+    assert Lanes([one, one], "cpu").specs(specs) == {
+        "inputs": PartitionSpec("lanes", None, "data"),
+        "level": PartitionSpec("lanes"),
+    }
+    assert Lanes([one], "cpu").specs(specs) == specs
 
 
 def on_each_device(function, *arguments):
     """A function as each of four devices runs it, the arguments split over them."""
-    return jax.vmap(function, axis_name=AXIS)(*arguments)
+    return jax.vmap(function, axis_name=DATA)(*arguments)
 
 
 @pytest.fixture
@@ -86,7 +91,7 @@ def test_a_weight_that_all_devices_share_is_a_number(on_four):
 @pytest.mark.parametrize("rows", [8, 6])
 def test_every_row_is_added_once(on_four, rows):
     """Over four devices, whether they share the rows or each has all of them."""
-    names = ("_config", "_task", "_module", "_mesh", "_lanes", "_name")
+    names = ("_config", "_module", "_mesh", "_lanes", "_params", "_name")
     known = on_four._evaluations["held_out"]
     one_set = SimpleNamespace(
         rows=rows,

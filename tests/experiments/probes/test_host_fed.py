@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.machine.mesh import DeviceMesh
+from experiments.settings.axes import DATA
 from experiments.training.feed import CHUNK, Feed
 from tests.experiments.probes import support
 from tests.experiments.probes.host_fed import HostFedTask, Rows
@@ -55,10 +56,10 @@ def test_a_process_reads_its_own_rows_alone():
     own = []
     for process in (0, 1):
         devices = np.array([SimpleNamespace(process_index=index) for index in (0, 0, 1)])
+        devices, shape = devices[None, :, None], {DATA: 3}
         with (
-            mock.patch.object(mesh, "_mesh", SimpleNamespace(devices=devices)),
-            mock.patch.object(mesh, "size", 3),
+            mock.patch.object(mesh, "_mesh", SimpleNamespace(devices=devices, shape=shape)),
             mock.patch("jax.process_index", lambda process=process: process),
         ):
-            own.append(mesh.own_rows(12).tolist())
+            own.append(mesh.own(DATA, 12).tolist())
     assert own == [list(range(8)), list(range(8, 12))]

@@ -23,7 +23,8 @@ Define = Callable[[FlagValues], None]
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _NONE = "none"  # an empty tuple, or no value
-OF_PROCESSES = ("coordinator_address", "num_processes", "process_id")
+EXPLICIT = ("coordinator_address", "num_processes", "process_id")
+OF_PROCESSES = (*EXPLICIT, "distributed")
 
 
 def whole(text: str) -> int:
@@ -130,6 +131,8 @@ def define_run(values: FlagValues) -> None:
     add(values, "coordinator_address", "HOST:PORT of the first of several processes")
     add(values, "num_processes", "how many processes train together", int)
     add(values, "process_id", "which of them this is, from 0", int)
+    meaning = "whether the processes that a TPU pod, SLURM or GKE starts join; default: auto"
+    add(values, "distributed", meaning, choices=("auto", "off"))
 
 
 class Request(NamedTuple):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from experiments.command import flags
     from experiments.settings.resolver import Experiment
 
+_OF_SLURM = {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_LOCALID"}
 HELP = {"--help", "-help", "-h", "-?", "--helpshort", "--helpfull"}
 
 Begin = Callable[[dict[str, Any]], None]
@@ -175,7 +176,8 @@ def train_one(
 
 
 def join_processes(name: str, flag_values: Mapping[str, Any]) -> None:
-    """Joins the processes that train together, before JAX looks for devices.
+    """Joins the processes that train together, before JAX looks for devices: those that flags
+    name, else those that a cluster has started.
 
     Args:
       name: of the binary.
@@ -184,25 +186,56 @@ def join_processes(name: str, flag_values: Mapping[str, Any]) -> None:
     Raises:
       UserError: if only some of the flags are given, or they contradict each other.
     """
+    from experiments.command.flags import EXPLICIT
     from experiments.settings.errors import UserError
 
-    names = ("coordinator_address", "num_processes", "process_id")
-    values = {name: flag_values[name] for name in names if name in flag_values}
+    values = {flag: flag_values[flag] for flag in EXPLICIT if flag in flag_values}
+    off = flag_values.get("distributed") == "off"
     if not values:
+        if not off and _started_by_a_cluster():
+            _join(name)
         return
-    if len(values) < len(names):
-        missing = " and ".join(f"--{name}" for name in names if name not in values)
+    if off:
+        raise UserError(f"--distributed=off contradicts --{next(iter(values))}.")
+    if len(values) < len(EXPLICIT):
+        missing = " and ".join(f"--{flag}" for flag in EXPLICIT if flag not in values)
         raise UserError(f"several processes need {missing}, too.")
     if not 0 <= values["process_id"] < values["num_processes"]:
         raise UserError(
             f"--process_id must be at least 0 and below --num_processes, got "
             f"{values['process_id']} of {values['num_processes']}."
         )
+    _join(name, **values)
+
+
+def _join(name: str, **values: Any) -> None:
     # Pages about a dead process, where one sentence says it; before XLA is loaded.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "4")
     from experiments.machine.processes import join
 
     join(name, **values)
+
+
+def _started_by_a_cluster() -> bool:
+    """Whether this may be one of several processes that something has started together.
+
+    That is a step of a SLURM job with several tasks, a GKE pod with several TPU hosts, or a TPU
+    VM, which asks its metadata server how many there are.
+    """
+    import glob
+    import importlib.util
+
+    def several(name: str) -> bool:
+        return os.environ.get(name, "1") not in ("", "1")
+
+    if several("SLURM_NTASKS") and {*os.environ} >= _OF_SLURM:
+        return True
+    if not importlib.util.find_spec("libtpu") or os.environ.get("JAX_PLATFORMS") == "cpu":
+        return False
+    if not (glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*")):
+        return False
+    hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES")
+    return several("MEGASCALE_NUM_SLICES") or hosts is None or "," in hosts
 
 
 def fail(name: str, sentence: str, code: int = 2) -> NoReturn:

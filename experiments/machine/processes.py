@@ -41,15 +41,21 @@ _GONE = (
 )
 
 
-def join(name: str, coordinator_address: str, num_processes: int, process_id: int) -> None:
+def join(
+    name: str,
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> None:
     """Joins the others, before JAX looks for devices; see ``jax.distributed.initialize``.
 
     From here on the process ends as soon as XLA notices that another one is dead, with the exit
-    code 1.
+    code 1. A process that turns out to be the only one goes on alone.
 
     Args:
       name: of the binary, which says why it ends.
-      coordinator_address: ``HOST:PORT`` of the first process.
+      coordinator_address: ``HOST:PORT`` of the first process; None: JAX asks the cluster for this
+        and the other two.
       num_processes: how many there are.
       process_id: which one this is.
 
@@ -57,14 +63,21 @@ def join(name: str, coordinator_address: str, num_processes: int, process_id: in
       UserError: if there is no such address, or the others do not come.
     """
     global _own_id
-    _check_address(coordinator_address, process_id)
+    if coordinator_address is None:
+        missing = (
+            f"the processes that the cluster started have not met within {_JOIN_SECONDS} s; "
+            "--distributed=off trains in each alone."
+        )
+    else:
+        assert process_id is not None
+        _check_address(coordinator_address, process_id)
+        missing = (
+            f"the {num_processes} processes have not met at --coordinator_address="
+            f"{coordinator_address} within {_JOIN_SECONDS} s."
+        )
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     _own_id = process_id
     _die_with_the_others(name)
-    missing = (
-        f"the {num_processes} processes have not met at --coordinator_address="
-        f"{coordinator_address} within {_JOIN_SECONDS} s."
-    )
     _why_xla_aborts.append(missing)
     try:
         jax.distributed.initialize(
@@ -74,10 +87,16 @@ def join(name: str, coordinator_address: str, num_processes: int, process_id: in
             initialization_timeout=_JOIN_SECONDS,
             heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
         )
-    except jax.errors.JaxRuntimeError:
+    except RuntimeError:  # XLA's, too
         raise UserError(missing) from None
+    except ValueError:
+        if coordinator_address is not None:
+            raise
+        return  # there is no cluster
     _why_xla_aborts.append(_GONE)
     _keep_stdout()
+    if coordinator_address is None and jax.process_count() > 1:
+        _own_id = jax.process_index()
 
 
 def is_first() -> bool:

@@ -240,9 +240,10 @@ class _Run:
                         if self._finished(step, state) or first_says(np.int32(due)):
                             self._save(step, state)
                             saved = step
+                        texts = self._illustrations(state)
                         if report is not None:
                             report.evaluated(row, {**clock.lap(), **compiling})
-                            report.illustrated(step, self._illustrations(state))
+                            report.illustrated(step, texts)
                         compiling = {}
                     if self._finished(step, state):
                         self._end_profile()
@@ -266,10 +267,13 @@ class _Run:
                 raise
 
     def _illustrations(self, state: State) -> Mapping[str, str]:
+        """The first process's; all of them call this, and bring the parameters together."""
         if self._illustrate is None:
             return {}
         learner = self._learner
         params = learner.lanes.of(learner.fetch(state.params, learner.shapes().params), 0)
+        if not is_first():
+            return {}
         with self._clock.inside():
             return self._illustrate(learner, params)
 
@@ -332,19 +336,20 @@ class _Run:
     def _summary(self, state: State, stop: Stopping) -> dict[str, Any]:
         config, learner = self._config, self._learner
         scores = learner.final_scores(state, stop.pause)
+        diverged = np.atleast_1d(learner.mesh.fetch(state.diverged_at)) >= 0
+        best_value = None if state.best is None else learner.mesh.fetch(state.best.value)
         if not is_first():
             return {}
         rows = list(read_rows(self._work.metrics))
-        diverged = np.atleast_1d(learner.mesh.fetch(state.diverged_at)) >= 0
         metrics = {
             metric.name: _statistics(config, metric, _numbers(scores[metric.name], diverged))
             for metric in config.task.metrics
         }
         timing = list(read_rows(self._work.timing))
         best = {}
-        if state.best is not None and learner.watched != learner.reported:
+        if best_value is not None and learner.watched != learner.reported:
             headline = config.task.metrics[0]
-            value = np.atleast_1d(learner.mesh.fetch(state.best.value))
+            value = np.atleast_1d(best_value)
             value = value * (1 if headline.higher_is_better else -1)
             statistics = _statistics(config, headline, _numbers(value, diverged))
             best[learner.watched] = {headline.name: statistics}

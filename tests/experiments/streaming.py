@@ -2,6 +2,7 @@
 
 ``python -m tests.experiments.streaming`` is its binary, for tests of several processes. With
 ``CHECKS=DIRECTORY`` in the environment it does not train a run but ``checks`` what it can; with
+``MET=FILE`` each process adds a line to that file once all have met; with
 ``DIE=PROCESS:STEP`` that process kills itself when it reads the window of that step.
 """
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 
-from experiments.command.main import experiment_main
+from experiments.command.main import experiment_main, train_one
 from experiments.settings.errors import UserError
 from experiments.settings.fields import Sourced, setting
 from experiments.settings.metrics import Metric
@@ -30,7 +31,8 @@ from experiments.training.models import Decoder, SequenceModel
 from experiments.training.task import BaseTask, Outcome
 from recurrent_gates.cells import HiddenState
 
-READ = set()  # rows of training windows that this process has read
+READ = set()  # (seed, row) of the training windows that this process has read
+SPLIT = {"seeds": 4, "mesh": "lanes:4,data:2"}  # of the runs of eight devices
 SIGNALS = {}  # {step: signal} that the process sends itself when it reads that step's window
 
 
@@ -48,7 +50,7 @@ class Windows:
         self._task = task
 
     def read(self, seed, step, rows):
-        READ.update(rows.tolist())
+        READ.update((seed, row) for row in rows.tolist())
         if (number := SIGNALS.pop(step, None)) is not None:
             os.kill(os.getpid(), number)
         return self._drawn([(0, seed, step, row) for row in rows])
@@ -238,7 +240,7 @@ def checks_of_one(directory):
     for few in (2, 1):
         jax.devices = lambda few=few: devices[:few]
         shutil.copytree(directory / "whole", directory / f"on_{few}")
-        loop.run(config(seeds=3, steps=20), directory / f"on_{few}")
+        loop.run(config(seeds=4, steps=20), directory / f"on_{few}")
     equality(directory / "one.npz")
 
 
@@ -247,20 +249,34 @@ def checks_of_a_pair(directory, this):
 
     The second process has other workdirs, which must never be made.
     """
+    READ.clear()
     equality(directory / f"pair{this}.npz")
+    np.save(directory / f"rows{this}.npy", sorted({row for _, row in READ}))
     try:
         Learner(config(batch_size=12))
     except UserError as error:
         (directory / f"refused{this}").write_text(str(error))
     whole, asked = (directory / (name + "_other" * this) for name in ("whole", "asked"))
     READ.clear()
-    loop.run(config(seeds=3), whole)
-    np.save(directory / f"rows{this}.npy", sorted(READ))
+    loop.run(config(**SPLIT), whole)
+    np.save(directory / f"seeds{this}.npy", sorted({seed for seed, _ in READ}))
     if this == 1:
         SIGNALS[12] = signal.SIGTERM
-    assert loop.run(config(seeds=3), asked) is None
-    assert loop.run(config(seeds=3), asked) is not None
-    loop.run(config(seeds=3, seed=7), whole)
+    assert loop.run(config(**SPLIT), asked) is None
+    assert loop.run(config(**SPLIT), asked) is not None
+    loop.run(config(**SPLIT, seed=7), whole)
+
+
+def announced(flag_values):
+    """Trains, once the others are there and that is noted in ``MET``."""
+    with open(os.environ["MET"], "a") as file:
+        file.write("met\n")
+    train_one(STREAMING, flag_values)
+
+
+def begun():
+    """What the binary does; None: it trains."""
+    return checks if "CHECKS" in os.environ else announced if "MET" in os.environ else None
 
 
 if __name__ == "__main__":
@@ -269,4 +285,4 @@ if __name__ == "__main__":
     process, _, step = os.environ.get("DIE", "").partition(":")
     if f"--process_id={process}" in sys.argv:
         SIGNALS[int(step)] = signal.SIGKILL
-    experiment_main(STREAMING, begin=checks if "CHECKS" in os.environ else None)
+    experiment_main(STREAMING, begin=begun())

@@ -163,6 +163,14 @@ BAD = {
     "--profile=-1": "--profile must be at least 0 and below 2147483648, got -1",
     "--num_processes=2": "need --coordinator_address and --process_id, too.",
     "--num_processes=2 --process_id=2 --coordinator_address=x:1": "got 2 of 2",
+    "--num_processes=2 --distributed=off": "--distributed=off contradicts --num_processes.",
+    "--mesh=rows:2": "--mesh=rows:2: there is no axis rows, there are lanes, data and vocab.",
+    "--mesh=8": "must be auto, or axes with their numbers of devices such as data:8 or lanes:4,d",
+    "--mesh=data:2,data:2": "--mesh=data:2,data:2 names the axis data twice.",
+    "--mesh=data:3 --batch_size=8": "--mesh=data:3: --batch_size=8 is not a multiple of 3.",
+    "--mesh=lanes:2 --seeds=3": "--mesh=lanes:2: the number of seeds times learning rates, 3, is",
+    "--mesh=vocab:2": "vocab splits the tables of a softmax over words, and only language_model",
+    "--mesh=data:4096 --batch_size=4096": "--mesh=data:4096 needs 4096 devices, and there are ",
     "gato": "no argument 'gato'",
 }
 

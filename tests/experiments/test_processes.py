@@ -4,64 +4,22 @@ import json
 import os
 import signal
 import socket
-import subprocess
 
 import numpy as np
 import pytest
 
+from experiments.command import main
 from experiments.machine import processes
 from experiments.settings.errors import UserError
-from tests.experiments.support import ROOT, assert_same_bits, command, environment, leaves, tiny
+from tests.experiments import groups
+from tests.experiments.support import assert_same_bits, leaves, tiny
 
-GONE = (
-    "experiments.streaming: another process of this run has ended, or cannot be reached; the same "
-    "commands together go on from the last checkpoint, and TF_CPP_MIN_LOG_LEVEL=0 shows what XLA "
-    "knows.\n"
-)
-SECONDS = 60  # in which the others must notice that one is dead
-
-
-def start(*flags, devices=8, **variables):
-    """A process of the tiny experiment."""
-    own = {
-        "JAX_ENABLE_X64": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "4",  # a binary that has imported JAX already cannot say so itself
-        **variables,
-    }
-    return subprocess.Popen(
-        command(*flags, module="tests.experiments.streaming"),
-        cwd=ROOT,
-        env=environment(devices) | own,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+GONE = groups.gone()
 
 
 def pair(*flags, **variables):
-    """Two processes to their ends: each one's exit code, standard output and standard error."""
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    started = [
-        start(
-            *flags,
-            f"--coordinator_address=localhost:{port}",
-            "--num_processes=2",
-            f"--process_id={number}",
-            devices=4,
-            **variables,
-        )
-        for number in range(2)
-    ]
-    try:
-        ended = []
-        for process in started:
-            out, err = process.communicate(timeout=SECONDS if ended else None)
-            ended.append((process.returncode, out, err))
-    finally:
-        for process in started:
-            process.kill()
-    return ended
+    """Two processes of four devices to their ends."""
+    return groups.trained(2, *flags, devices=4, **variables)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +27,7 @@ def checked(tmp_path_factory):
     """The directory of the checks, how the pair ended, and how the single process did."""
     directory = tmp_path_factory.mktemp("checks")
     ended = pair(CHECKS=str(directory))
-    alone = start(CHECKS=str(directory))
+    alone = groups.start(CHECKS=str(directory))
     return directory, ended, (*alone.communicate(), alone.returncode)
 
 
@@ -125,10 +83,12 @@ def test_the_first_process_alone_writes_and_speaks(checked):
     ]
 
 
-def test_each_process_reads_its_own_rows(checked):
+def test_each_process_reads_its_own_rows_and_seeds(checked):
     directory, _, _ = checked
     rows = [np.load(directory / f"rows{number}.npy").tolist() for number in range(2)]
     assert rows == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    seeds = [np.load(directory / f"seeds{number}.npy").tolist() for number in range(2)]
+    assert seeds == [[0, 1], [2, 3]]  # lanes:4,data:2
 
 
 def test_a_batch_that_the_devices_cannot_share_is_refused(checked):
@@ -175,16 +135,16 @@ def test_few_devices_go_on_alike(checked):
 
 
 def test_a_killed_process_ends_the_other_and_both_go_on(checked, tmp_path):
-    """First the one that writes is killed, then the other one."""
+    """First the one that writes is killed, then the other one; SLURM starts them again."""
     directory, _, _ = checked
-    flags = ("--seeds=3", f"--workdir={tmp_path}")
+    flags = ("--seeds=4", "--mesh=lanes:4,data:2", f"--workdir={tmp_path}")
     for victim, step in ((0, 13), (1, 15)):
         ended = pair(*flags, DIE=f"{victim}:{step}")
         code, _, err = ended[1 - victim]
         assert ended[victim][0] == -signal.SIGKILL
         assert (code, err) == (1, GONE)
         assert not os.path.exists(tmp_path / "summary.json")
-    for code, _, err in pair(*flags):
+    for code, _, err in pair(*flags, told=groups.slurm):
         assert (code, err) == (0, "")
     assert_same_bits(leaves(tmp_path, 16), leaves(directory / "whole", 16))
     rows = [(path / "metrics.jsonl").read_bytes() for path in (tmp_path, directory / "whole")]
@@ -199,6 +159,38 @@ def test_addresses_that_cannot_be():
         address = f"localhost:{taken.getsockname()[1]}"
         with pytest.raises(UserError, match=f"={address} cannot be: Address already in use"):
             processes.join("streaming", address, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "chips", "joins"),
+    [
+        ({}, False, False),
+        (groups.slurm(1234, 2, 1)[1], False, True),
+        (groups.slurm(1234, 1, 0)[1], False, False),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, False, False),  # no step
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, True, True),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, True, False),
+        ({"TPU_WORKER_HOSTNAMES": "a", "MEGASCALE_NUM_SLICES": "2"}, True, True),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, False, False),
+        ({}, True, True),  # the TPU VM's metadata say how many there are
+        ({"JAX_PLATFORMS": "cpu"}, True, False),
+    ],
+)
+def test_what_a_cluster_has_started_joins(monkeypatch, variables, chips, joins):
+    """A laptop, one task of SLURM and a host with all of a GKE pod's chips join nobody."""
+    for name in [*os.environ]:
+        if name.startswith(("SLURM_", "TPU_", "MEGASCALE_")) or name == "JAX_PLATFORMS":
+            monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: chips or None)
+    monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/accel0"] * chips)
+    joined = []
+    monkeypatch.setattr(processes, "join", lambda name, **more: joined.append((name, more)))
+    main.join_processes("streaming", {})
+    assert joined == [("streaming", {})] * joins
+    main.join_processes("streaming", {"distributed": "off"})
+    assert len(joined) == joins
 
 
 def test_float64_needs_64_bits():

@@ -11,6 +11,9 @@ from experiments.language_model.softmax import (
     chunk_rows,
     cross_entropy,
 )
+from experiments.machine.words import Words
+from experiments.settings.axes import VOCAB
+from experiments.training.models import TokenEncoder
 from tests.support import assert_close
 
 N, F, V = 23, 5, 11
@@ -54,6 +57,63 @@ def test_chunks_have_the_value_and_the_gradients_of_the_whole(chunk):
     assert_close(
         cross_entropy(*parameters, targets, weights, chunk), plain(*parameters, targets, weights)
     )
+
+
+@pytest.mark.parametrize(("parts", "chunk"), [(2, N), (3, 8), (4, 100)])
+def test_parts_of_the_words_have_the_value_and_the_gradients_of_all(parts, chunk):
+    """Eleven words on so many devices, of which the last one's rows are not all words."""
+    h, targets, weights = rows()
+    parameters = (h, drawn(V, F, seed=2), drawn(V, seed=3))
+    words = Words(V, parts)
+    short = words.count * parts - V
+
+    def of_parts(leaf):
+        filled = jnp.pad(leaf, [(0, short)] + [(0, 0)] * (leaf.ndim - 1), constant_values=9)
+        return filled.reshape(parts, words.count, *leaf.shape[1:])
+
+    def on_a_device(table, bias):
+        def loss(h, table, bias):
+            return jnp.sin(cross_entropy(h, table, bias, targets, weights, chunk, words))
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2))(h, table, bias)
+
+    value, (d_h, *d_parts) = jax.vmap(on_a_device, axis_name=VOCAB)(*map(of_parts, parameters[1:]))
+    expected, (expected_h, *expected_parts) = jax.value_and_grad(
+        lambda h, w, b: jnp.sin(plain(h, w, b, targets, weights)), argnums=(0, 1, 2)
+    )(*parameters)
+    np.testing.assert_allclose(value, np.full(parts, expected), rtol=1e-10)
+    assert_all_close(d_h, jnp.broadcast_to(expected_h, d_h.shape))
+    for actual, whole in zip(d_parts, expected_parts, strict=True):
+        actual = actual.reshape(-1, *whole.shape[1:])
+        assert_all_close(actual[:V], whole)
+        np.testing.assert_array_equal(actual[V:], 0)  # no words learn nothing
+
+
+def assert_all_close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-10 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_parts_of_an_embedding_are_those_of_all(parts):
+    """What they embed together, and each one's gradient: not once for each device."""
+    table, tokens = drawn(V, F), jnp.asarray([[0, 3, 10], [5, 3, 7]])
+    weights = drawn(2, 3, F, seed=1)
+    words = Words(V, parts)
+    filled = jnp.pad(table, [(0, words.count * parts - V), (0, 0)])
+    encoder = TokenEncoder("embed", V, F, parts=parts)
+
+    def embedded(table):
+        params = {"params": {"Embed_0": {"embedding": table}}}
+        return jnp.sin((weights * encoder.apply(params, tokens)).sum())
+
+    value, gradient = jax.vmap(jax.value_and_grad(embedded), axis_name=VOCAB)(
+        filled.reshape(parts, words.count, F)
+    )
+    expected, expected_gradient = jax.value_and_grad(
+        lambda table: jnp.sin((weights * table[tokens]).sum())
+    )(table)
+    np.testing.assert_allclose(value, np.full(parts, expected), rtol=1e-10)
+    assert_all_close(gradient.reshape(-1, F)[:V], expected_gradient)
 
 
 def test_no_more_than_a_chunk_of_logits_exists():

@@ -11,7 +11,12 @@ from pathlib import Path
 from unittest import mock
 
 import jax
+import numpy as np
 
+from experiments.datasets import text
+from experiments.language_model import task
+from experiments.language_model.settings import LANGUAGE_MODEL
+from experiments.settings.resolver import resolve
 from experiments.training import loop
 from experiments.training.learner import Learner
 from tests.experiments.probes import support
@@ -36,6 +41,38 @@ class CarelessTask(RaggedTask):
         return self.batch(data["loaded"], key, step, rows.total), stream
 
 
+def language_model(mesh):
+    """A learner of a text of seven words, which three devices cannot share evenly."""
+    settings = {"dataset": "own", "data_dir": "nowhere", "cell": "gru", "hidden_size": 6}
+    settings |= {"embedding": 4, "tied": True, "inputs": "embed", "window": 5, "batch_size": 4}
+    settings |= {"clip_norm": 0.05, "steps": 6, "keep_best": True, "mesh": mesh}
+    return Learner(resolve(LANGUAGE_MODEL, "small", settings))
+
+
+def words(directory):
+    """What a model is after three steps whose words devices share, and after three more, on the
+    same devices, on others and on one."""
+    part = text.Part(np.arange(60, dtype=np.int32) ** 2 % 7, np.zeros(60, bool))
+    corpus = text.Corpus(tuple("abcdefg"), part, part, part)
+    states, arrays = {}, {}
+    with mock.patch.object(task, "_read", lambda *_: corpus):
+        for mesh in ("vocab:3,data:2", "vocab:2", "data:1"):
+            learner = language_model(mesh)
+            learner.prepare()
+            state = learner.initial()
+            state, scores = learner.evaluate(learner.advance(state, 0, 3))
+            states[mesh] = learner.fetch(state)
+            for origin, whole in states.items():
+                end = learner.fetch(learner.advance(learner.place(whole), 3, 6))
+                for name, leaf in jax.tree_util.tree_leaves_with_path(end):
+                    key = jax.tree_util.keystr(name, simple=True, separator=".")
+                    arrays[f"{origin}/{mesh}/{key}"] = leaf
+            arrays[f"{mesh}/{mesh}/score"] = scores["loss"]
+            rows = state.params["softmax"]["bias"].addressable_shards[0].data.shape
+            arrays[f"{mesh}/rows"] = np.array(rows)
+    np.savez(directory / "words.npz", **arrays)
+
+
 def main(directory):
     try:
         Learner(support.config(CarelessTask())).check()
@@ -56,4 +93,5 @@ def main(directory):
 
 
 if __name__ == "__main__":
+    words(Path(sys.argv[1]))
     main(Path(sys.argv[1]))

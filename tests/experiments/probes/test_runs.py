@@ -167,3 +167,21 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(on_one, on_eight):
     assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == ["0", "4"]
     assert support.run(config, killed)["metrics"] == summary["metrics"]
     assert_same_run(killed, whole, config.training.steps)
+
+
+def test_a_model_whose_words_devices_share_is_that_of_one(on_eight):
+    """A tied softmax over seven words on 3 x 2 devices, on two and on one; what they keep after
+    three steps goes on on each of them alike."""
+    with np.load(on_eight() / "words.npz") as file:
+        arrays = dict(file)
+    meshes = ("vocab:3,data:2", "vocab:2", "data:1")
+    rows = [arrays.pop(f"{mesh}/rows").tolist() for mesh in meshes]
+    assert rows == [[3], [4], [7]]  # of seven, filled up
+    compared = set()
+    for name, value in arrays.items():
+        origin, mesh, leaf = name.split("/")
+        expected = arrays[f"data:1/data:1/{leaf}"]
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6, err_msg=name)
+        compared.add((origin, mesh, leaf))
+    assert ("vocab:3,data:2", "data:1", "optimizer.1.mu.softmax.bias") in compared
+    assert ("vocab:3,data:2", "vocab:2", "best.params.encoder.Embed_0.embedding") in compared

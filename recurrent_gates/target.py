@@ -27,6 +27,9 @@ def compiling_for(devices: Sequence[jax.Device]) -> Iterator[None]:
       devices: of one kind, such as those of
         ``jax.experimental.topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")``.
 
+    Returns:
+      A context manager.
+
     Raises:
       ValueError: if there is no device.
     """
@@ -40,16 +43,28 @@ def compiling_for(devices: Sequence[jax.Device]) -> Iterator[None]:
 
 
 def devices() -> list[jax.Device]:
-    """The devices of the target, over all processes."""
+    """The devices of the target.
+
+    Returns:
+      Those of all processes.
+    """
     return list(_DEVICES.get()) or jax.devices()
 
 
 def platform() -> str:
-    """``"cpu"``, ``"gpu"`` or ``"tpu"``."""
+    """The kind of the target's devices.
+
+    Returns:
+      ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+    """
     chosen = _DEVICES.get()
     return chosen[0].platform if chosen else jax.default_backend()
 
 
 def device_count() -> int:
-    """How many devices the target has."""
+    """The number of the target's devices.
+
+    Returns:
+      That of all processes.
+    """
     return len(_DEVICES.get()) or jax.device_count()

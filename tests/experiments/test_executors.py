@@ -158,6 +158,8 @@ def test_a_sweep_that_is_killed_is_completed(name, tables, tmp_path):
             victim = draw.choice(there)
             subprocess.run(["kill", "-KILL", str(victim)], check=False)
             killed.add(victim)
+    # It is seen, unless the sweep is killed before.
+    wait_until(lambda: "killed by signal 9 and goes on" in (tmp_path / "said").read_text())
     time.sleep(draw.uniform(0, 3))
     sweep.kill()
     sweep.wait()

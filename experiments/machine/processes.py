@@ -137,6 +137,8 @@ def leave(code: int, sentence: str = "") -> NoReturn:
     others, which may wait for it."""
     if sentence and _last_words.acquire(blocking=False):
         print(sentence, file=sys.stderr, flush=True)
+    elif sentence:
+        time.sleep(2 * _LINGER_SECONDS)  # XLA's thread is saying one, and then ends the process
     if _own_id is None:
         sys.exit(code)
     sys.stdout.flush()

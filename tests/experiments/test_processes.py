@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import socket
+import types
 
 import numpy as np
 import pytest
@@ -149,6 +150,18 @@ def test_a_killed_process_ends_the_other_and_both_go_on(checked, tmp_path):
     assert_same_bits(leaves(tmp_path, 16), leaves(directory / "whole", 16))
     rows = [(path / "metrics.jsonl").read_bytes() for path in (tmp_path, directory / "whole")]
     assert rows[0] == rows[1]
+
+
+def test_the_last_words_are_said_before_the_end(monkeypatch):
+    """Who comes second waits for the thread that has them, which ends the process."""
+    slept, ended = [], []
+    taken = types.SimpleNamespace(acquire=lambda blocking: False)
+    monkeypatch.setattr(processes, "_last_words", taken)
+    monkeypatch.setattr(processes, "_own_id", 1)
+    monkeypatch.setattr(processes.time, "sleep", slept.append)
+    monkeypatch.setattr(processes.os, "_exit", ended.append)
+    processes.leave(1, "a sentence")
+    assert (slept, ended) == ([2 * processes._LINGER_SECONDS], [1])
 
 
 def test_addresses_that_cannot_be():

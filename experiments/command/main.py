@@ -156,7 +156,8 @@ def train_one(
     from experiments.command import flags, runs
     from experiments.machine.processes import is_first
     from experiments.settings.resolver import resolve
-    from experiments.training import ahead, loop
+    from experiments.command import ahead
+from experiments.training import loop
 
     request = flags.request(experiment, flag_values)
     config = resolve(experiment, request.protocol, request.settings)

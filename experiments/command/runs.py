@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from experiments.command import ahead
 from experiments.records.checkpoints import Checkpoints
 from experiments.records.reporting import say
 from experiments.records.storage import DEFAULTS, Storage
@@ -22,7 +23,7 @@ from experiments.settings.fields import declared, defaults
 from experiments.settings.model import CarrySettings, ModelSettings
 from experiments.settings.optimization import TrainingSettings
 from experiments.settings.resolver import Experiment, explain
-from experiments.training import ahead, loop
+from experiments.training import loop
 from experiments.training.learner import Learner
 from experiments.training.state import State
 

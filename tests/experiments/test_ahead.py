@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from experiments.command import ahead
 from experiments.copy.settings import COPY
 from experiments.execute.settings import EXECUTE
 from experiments.machine import operations, topology
 from experiments.settings.errors import UserError
 from experiments.settings.resolver import resolve
-from experiments.training import ahead
 from experiments.training.learner import Learner
 from recurrent_gates import target
 

@@ -12,8 +12,8 @@ import time
 from typing import Any
 
 from experiments.catalog import EXPERIMENTS
+from experiments.command import ahead
 from experiments.settings.resolver import resolve
-from experiments.training import ahead
 
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5e:4x4", "v5p:2x2x1", "v6e:2x2")
 # As published, where the size is one for a TPU: (binary, protocol, settings).

@@ -153,11 +153,10 @@ def train_one(
     import json
     from pathlib import Path
 
-    from experiments.command import flags, runs
+    from experiments.command import ahead, flags, runs
     from experiments.machine.processes import is_first
     from experiments.settings.resolver import resolve
-    from experiments.command import ahead
-from experiments.training import loop
+    from experiments.training import loop
 
     request = flags.request(experiment, flag_values)
     config = resolve(experiment, request.protocol, request.settings)

@@ -52,7 +52,7 @@ def expected(report: dict[str, Any]) -> list[list[str]]:
     """Rows of the table, from what ``--compile_for`` says of one chip.
 
     Args:
-      report: see ``experiments.training.ahead.report``.
+      report: see ``experiments.command.ahead.report``.
     """
     size = sum(kind["bytes"] for kind in report["collectives"].values())
     alone = {
@@ -83,8 +83,8 @@ def measure(repeats: int) -> list[list[Any]]:
     import jax
 
     from benchmarks.pair import seconds
+    from experiments.command.ahead import collectives
     from experiments.machine.mesh import DeviceMesh
-    from experiments.training.ahead import collectives
     from recurrent_gates import target
 
     rows: list[list[Any]] = []

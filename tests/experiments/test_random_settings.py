@@ -31,6 +31,7 @@ TEXTS = {
     "detach_state": ["h", "c", "r", "s", "feedback", "0", "1"],
     "data_dir": ["nowhere", "/"],
     "weights": ["nowhere", "/"],
+    "mesh": ["auto", "data:1", "lanes:1,data:1", "vocab:1", "vocab:2"],
 }
 UNBOUNDED = {"forget_bias", "gate_bias"}  # any number is a place to start
 NO_NUMBERS = ["x", "1e", "0x10", "nan", "inf", "1 2", "--1", "\N{SUPERSCRIPT TWO}"]

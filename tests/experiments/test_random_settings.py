@@ -24,7 +24,7 @@ from tests.support import run_as_main
 
 EXPERIMENTS = {one.name: one for one in (COPY, ADDING, PIXELS, FORGETTING, TRANSFER_COPY)}
 COUNT = 2000
-DESCRIBED = 250  # every so manieth valid one: a description traces the model
+DESCRIBED = 200  # every so manieth valid one: a description traces the model
 
 TEXTS = {
     "cell": [*sorted(rg.CELLS), "flax.linen:GRUCell"],

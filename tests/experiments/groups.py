@@ -70,7 +70,8 @@ def started(count, *flags, devices, told=explicit, **variables):
         yield processes
     finally:
         for process in processes:
-            process.kill()
+            with process:  # which closes its pipes
+                process.kill()
 
 
 def ends(processes):

@@ -30,7 +30,7 @@ CASES = {
     "copy": (
         COPY,
         {"cell": "gato", "length": 4, "embedding": 3, "decoder": (8,), "seeds": 2}
-        | {"learning_rates": (0.01, 0.003), "detach_prob": 0.25},
+        | {"learning_rates": (0.003, 0.001), "detach_prob": 0.25},
     ),
     "pixels": (PIXELS, {"cell": "lstm", "decoder": (8,), "dropout": 0.25}),
     "language_model": (

@@ -51,11 +51,8 @@ def test_eight_devices_train_as_one(alone, count, tmp_path):
                 if np.any(expected[name])
             ]
             of_all = distance([actual[name] for name in expected], list(expected.values()))
-            print(
-                f"{count} x {8 // count} {case} {dtype}: losses {error:.1e}, gradient {of_all:.1e}, "
-                f"of its leaves at most {max(of_leaves):.1e}",
-                flush=True,
-            )
+            named = f"{count} x {8 // count} {case} {dtype}: losses {error:.1e}"
+            print(f"{named}, gradient {of_all:.1e}, its leaves {max(of_leaves):.1e}", flush=True)
             assert error <= bound
             assert of_all <= 1e-5
             assert max(of_leaves) <= (1e-10 if dtype == "float64" else 1e-4)

@@ -368,7 +368,7 @@ def test_resolved_config_is_json():
     assert json.loads(json.dumps(resolved)) == resolved
 
 
-_OUTSIDE = ("model.backend", "training.steps")
+_OUTSIDE = ("model.backend", "training.mesh", "training.steps")
 
 
 def test_unknown_protocol_names_the_known():

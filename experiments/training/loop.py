@@ -338,7 +338,8 @@ class _Run:
         scores = learner.final_scores(state, stop.pause)
         diverged = np.atleast_1d(learner.mesh.fetch(state.diverged_at)) >= 0
         best_value = None if state.best is None else learner.mesh.fetch(state.best.value)
-        if not is_first():
+        skipped = self._divergence.skipped(state)
+        if not is_first():  # of several processes each has brought its part by now
             return {}
         rows = list(read_rows(self._work.metrics))
         metrics = {
@@ -357,7 +358,7 @@ class _Run:
             "metrics": metrics,
             "scored_on": learner.reported,
             **best,
-            **self._divergence.skipped(state),
+            **skipped,
             "baselines": {metric.name: metric.baseline for metric in config.task.metrics},
             **learner.parameter_counts(),
             "steps": rows[-1]["step"],

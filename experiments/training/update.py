@@ -228,7 +228,7 @@ class Update:
         )
         fault = learned.fault
         if fault is not None:
-            fault = jnp.where(fault < 0, _first_bad(loss, gradients), fault)
+            fault = jnp.where(fault < 0, _first_bad(loss, gradients, self._mesh), fault)
         return Learned(params, optimizer, fault), Descent(loss, weight, outcome)
 
     def _norm(self, gradients: Any) -> jax.Array:
@@ -254,10 +254,12 @@ class Update:
         return total * (self._mesh.size / jnp.maximum(everywhere, _SMALL)), everywhere
 
 
-def _first_bad(loss: jax.Array, gradients: Any) -> jax.Array:
-    """The first bad leaf of a step, as ``Faults.leaf``; -1: none."""
+def _first_bad(loss: jax.Array, gradients: Any, mesh: DeviceMesh) -> jax.Array:
+    """The first bad leaf of a step, as ``Faults.leaf``; -1: none. It is the same on all devices
+    that share words, each of which sees its own rows of a leaf."""
     finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients)]
     bad = ~jnp.stack([loss <= _DIVERGED, *finite])  # NaN, too
+    bad = mesh.sum_of_parts(bad.astype(jnp.int32)) > 0
     return jnp.where(bad.any(), jnp.argmax(bad), -1).astype(jnp.int32)
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from experiments.machine.mesh import Rows, check_axes, map_axes, probed_axes, split
-from experiments.settings.axes import DATA
+from experiments.machine.mesh import DeviceMesh, Rows, check_axes, map_axes, probed_axes, split
+from experiments.settings.axes import DATA, VOCAB
+from experiments.training import update
 from experiments.training.evaluate import Evaluation
 from experiments.training.lanes import Lanes
 from experiments.training.learner import Learner
@@ -86,6 +87,17 @@ def test_a_device_counts_by_its_weight(on_four, weights):
 def test_a_weight_that_all_devices_share_is_a_number(on_four):
     loss, weight = on_four._update._mean(Outcome((jnp.float32(6), 8), {}))
     assert (float(loss), weight) == (6 / 8, 4 * 8)
+
+
+def test_a_fault_in_a_part_of_the_words_is_one_of_all(monkeypatch):
+    """Else some devices would leave an update out and others would not."""
+    mesh = DeviceMesh(1)
+    monkeypatch.setattr(mesh, "parts", 2)
+    gradients = {"a": jnp.ones((2, 3)), "table": jnp.array([[1.0, 2.0], [jnp.nan, 3.0]])}
+    faults = jax.vmap(
+        lambda gradient: update._first_bad(jnp.float32(1), gradient, mesh), axis_name=VOCAB
+    )(gradients)
+    assert faults.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("rows", [8, 6])

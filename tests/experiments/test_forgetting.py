@@ -239,7 +239,7 @@ def test_a_cell_of_the_users_own_has_a_directory_of_its_own(monkeypatch, tmp_pat
     calls = []
     monkeypatch.setattr(study, "run", lambda *arguments: calls.append(arguments))
     start("--cells=recurrent_gates:LSTM,lstm", f"--workdir={tmp_path}", "--profile=3")
-    configs, directory, profile = calls[0]
+    configs, directory, profile, _ = calls[0]
     assert list(configs) == ["recurrent_gates.LSTM", "lstm"]
     assert configs["recurrent_gates.LSTM"].model.cell == "recurrent_gates:LSTM"
     assert (directory, profile) == (tmp_path, 3)

@@ -60,7 +60,10 @@ def test_a_grid_is_every_combination(tmp_path):
         (TOML.replace("[0, 1]", "[0, 0]"), "asks twice for the same run"),
         (TOML.replace("lstm", "lstmm"), "There is no cell named 'lstmm'"),
         (TOML.replace("steps = 30", "stepz = 30"), "stepz"),
-        (TOML.replace("steps = 30", 'workdir = "x"'), "--workdir and --describe are not for"),
+        (
+            TOML.replace("steps = 30", 'workdir = "x"'),
+            "--workdir, --describe and --compile_for are not for",
+        ),
         (TOML.replace("steps = 30", "process_id = 1"), "a run of a sweep is one process"),
     ],
 )

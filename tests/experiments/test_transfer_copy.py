@@ -245,7 +245,7 @@ def test_where_the_results_go(copies, monkeypatch, tmp_path):
     start(f"--copy_workdir={copies / 'plain'}", f"--workdir={tmp_path}")
     assert str(trained[0][2]).startswith("runs/transfer_copy/small-")
     assert (trained[0][1], trained[0][3]) == ((30, 10), 0)
-    assert trained[1][1:] == ((), tmp_path, 3)
+    assert trained[1][1:4] == ((), tmp_path, 3)
     assert str(evaluated[0][2]).startswith("runs/transfer_copy/finished-")
     assert evaluated[1][1:] == ((), tmp_path)
 

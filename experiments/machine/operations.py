@@ -55,9 +55,9 @@ def of(jaxpr: Any) -> Work:
         elif name == "cond":
             total += max(map(of, params["branches"]))
         elif name == "scan":
-            own = params["num_carry"]
-            by_step = equation.invars[params["num_consts"] + own :] + equation.outvars[own:]
-            total += of(params["jaxpr"]).times(params["length"]) + Work(0, _bytes(by_step))
+            total += of(params["jaxpr"]).times(params["length"]) + Work(
+                0, _bytes(_by_step(equation))
+            )
         elif name == "pallas_call":
             count = math.prod(params["grid_mapping"].grid)
             total += Work(of(params["jaxpr"]).operations * count, moved)
@@ -65,6 +65,14 @@ def of(jaxpr: Any) -> Work:
             for inner in _inner(params):
                 total += of(inner)
     return total
+
+
+def _by_step(equation: Any) -> list[Any]:
+    """What a scan reads and hands out step by step: inside, it has an axis less."""
+    body = equation.params["jaxpr"].jaxpr
+    outside, inside = equation.invars + equation.outvars, body.invars + body.outvars
+    pairs = zip(outside, inside, strict=True)
+    return [one for one, other in pairs if one.aval.ndim > other.aval.ndim]
 
 
 def _terms_of_dot(equation: Any) -> int:

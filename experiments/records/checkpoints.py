@@ -28,7 +28,8 @@ T = TypeVar("T")
 _STEP = re.compile(r"0|[1-9][0-9]*")
 _CONTENTS = "contents.json"  # of a checkpoint: its leaves' shapes and its files' digests
 _ORBAX = ".orbax-checkpoint-tmp"  # in the name of a checkpoint that Orbax writes
-_NEW, _OLD = ".new", ".old"  # a checkpoint that is being written, and the one that it replaces
+# A checkpoint that is being written, the one that it replaces, and one that is being removed.
+_NEW, _OLD, _GONE = ".new", ".old", ".gone"
 
 
 class _Condition(enum.Enum):
@@ -98,7 +99,7 @@ class Checkpoints:
             _remove(new)
         _remove(old)
         for superfluous in self.steps[: -self._keep]:
-            _remove(self._path(superfluous))
+            self._discard(superfluous)
 
     def restore(
         self,
@@ -145,8 +146,7 @@ class Checkpoints:
                 path = self._path(step)
                 if conditions[step] is not _Condition.GOOD:
                     say(f"warning: the checkpoint {path} is damaged; going on from step {chosen}.")
-                with written(path):
-                    _remove(path, ignore_errors=False)
+                self._discard(step)
         return chosen, state
 
     def read(self, step: int, like: T) -> T | None:
@@ -162,6 +162,13 @@ class Checkpoints:
     def close(self) -> None:
         """Ends Orbax's threads."""
         self._orbax.close()
+
+    def _discard(self, step: int) -> None:
+        """Removes a checkpoint: a kill does not leave half of it under the name of a whole one."""
+        path, gone = self._path(step), self._path(step, _GONE)
+        with written(path):
+            path.rename(gone)
+        _remove(gone)
 
     def _load(self, step: int, like: T) -> T:
         leaves = {
@@ -204,7 +211,7 @@ class Checkpoints:
             if path.suffix == _OLD and not path.with_suffix("").exists():
                 with written(path):
                     path.rename(path.with_suffix(""))
-            elif path.suffix in (_OLD, _NEW) or _ORBAX in path.name:
+            elif path.suffix in (_OLD, _NEW, _GONE) or _ORBAX in path.name:
                 _remove(path)
 
 
@@ -226,12 +233,12 @@ def _digests(directory: Path) -> dict[str, str]:
     }
 
 
-def _remove(path: Path, ignore_errors: bool = True) -> None:
-    """Removes a directory with all in it; of a link the link alone."""
+def _remove(path: Path) -> None:
+    """Removes a directory with all in it, as far as it can be; of a link the link alone."""
     if path.is_symlink():
         path.unlink()
     else:
-        shutil.rmtree(path, ignore_errors=ignore_errors)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(directory: Path) -> None:

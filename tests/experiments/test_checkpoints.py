@@ -75,6 +75,33 @@ def test_a_checkpoint_stays_until_the_new_one_is_in_its_place(saved, tmp_path, m
     assert os.listdir(tmp_path / "checkpoints") == ["7"]
 
 
+def test_a_kill_while_a_checkpoint_is_removed_leaves_no_half_of_it(saved, tmp_path, monkeypatch):
+    """Neither of one that is superfluous nor of one that a run goes back from."""
+    directory = tmp_path / "checkpoints"
+
+    def killed(path, **kwargs):
+        if path.suffix == ".gone":
+            next(path.rglob("contents.json")).unlink()
+            raise KeyboardInterrupt
+
+    with (
+        contextlib.closing(Checkpoints(directory, keep=1)) as checkpoints,
+        monkeypatch.context() as m,
+    ):
+        m.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(8, OTHER)
+        assert saved.steps == [8]
+    saved.save(9, STATE)
+    with monkeypatch.context() as m:
+        m.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            saved.restore(STATE, print, lambda step, state: step == 8)
+    assert saved.steps == [8]
+    assert same(saved.restore(STATE, print)[1], OTHER)
+    assert os.listdir(directory) == ["8"]
+
+
 def test_what_a_killed_save_left_is_removed(saved, tmp_path):
     directory = tmp_path / "checkpoints"
     for name in ("9.new", "8.orbax-checkpoint-tmp", "8.orbax-checkpoint-tmp-17"):

@@ -41,7 +41,8 @@ def kill(workdir, met, draw):
     with groups.started(COUNT, *flags, devices=DEVICES, MET=str(met)) as processes:
         wait_until(lambda: met.read_text().count("\n") == COUNT, processes)
         if draw.random() < 0.4:
-            time.sleep(draw.uniform(0, 6))
+            late = time.monotonic() + draw.uniform(0, 6)
+            wait_until(lambda: time.monotonic() > late or count(workdir) >= before + 3, processes)
         else:
             wait_until(lambda: count(workdir) >= before + draw.randint(1, 3), processes)
             time.sleep(draw.uniform(0, 0.5))

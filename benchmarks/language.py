@@ -43,7 +43,7 @@ def define(values: FlagValues) -> None:
     """Defines the program's flags."""
     for name, value in _SIZES.items():
         flags.DEFINE_integer(name, value, "of the model or its windows", 1, flag_values=values)
-    flags.DEFINE_integer("steps", 2, "timed together", 1, flag_values=values)
+    flags.DEFINE_integer("steps", 10, "timed together", 1, flag_values=values)
 
 
 def measure(sizes: dict[str, int], steps: int, repeats: int) -> dict[str, Any]:

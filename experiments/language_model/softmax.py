@@ -117,11 +117,11 @@ def _over_chunks(
 
     def work(sums: Any, h: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
         loss, d_weights = sums
-        logits = words.without_filling(h @ table.T + bias[None])
+        product, shift = h @ table.T, words.without_filling(bias[None])
         targets, own = words.place(targets)
-        of_target = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-        top = words.max(logits.max(axis=-1))
-        e = jnp.exp(logits - top[:, None])
+        of_target = jnp.take_along_axis(product, targets[:, None], axis=-1)[:, 0] + bias[targets]
+        top = words.max((product + shift).max(axis=-1))
+        e = jnp.exp(product + (shift - top[:, None]))  # two sums: XLA would write the logits down
         total, of_target = words.sum((e.sum(axis=-1), words.owned(of_target, own)))
         loss = loss + (weights * (jnp.log(total) + top - of_target)).sum()
         if not gradients:

@@ -34,10 +34,12 @@ class Attending(NamedTuple):
 
 
 def field_of_state(state: Any, field: Field) -> jax.Array:
-    """A field of a state by name or number; the state itself, where that is one array."""
-    if not isinstance(state, tuple):
-        return state
-    return getattr(state, field) if isinstance(field, str) else state[field or 0]
+    """A field of a state by name or number, ``[N, F]``; the state itself, where that is one array,
+    and a memory's slots in a row."""
+    chosen = state
+    if isinstance(state, tuple):
+        chosen = getattr(state, field) if isinstance(field, str) else state[field or 0]
+    return chosen if chosen.ndim == 2 else chosen.reshape(len(chosen), -1)
 
 
 class AttendingCell(Cell):

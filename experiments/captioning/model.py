@@ -124,7 +124,8 @@ class Captioner(nn.Module):
 
     The first reads a linear map of the picture in the place of a word before all words, and what
     it emits there is not used. The second begins with a linear map of the picture for its state,
-    and at each step reads the regions that it looks at beside the word.
+    and at each step reads the regions that it looks at beside the word. A memory begins as its
+    cell has it, and the map gives what its controller has.
 
     Attributes:
       vision: pictures -> ``Seen``.
@@ -147,11 +148,13 @@ class Captioner(nn.Module):
     def setup(self) -> None:
         self.head = nn.Dense(self.vocabulary, kernel_init=small_uniform)
         if self.looking is None:
-            self.begin = nn.Dense(self.words.width)
+            self.begin: nn.Dense | None = nn.Dense(self.words.width)
             return
+        field, units = self.looking.field, self.looking.units
         state = jax.eval_shape(lambda: self._cell.initial((1,)))
-        query, units = field_of_state(state, self.looking.field), self.looking.units
-        self.begin = nn.Dense(max(leaf.shape[-1] for leaf in jax.tree.leaves(state)))
+        query = jax.eval_shape(lambda: field_of_state(self._cell.initial((1,)), field))
+        widths = [leaf.shape[-1] for leaf in jax.tree.leaves(_from_picture(state))]
+        self.begin = nn.Dense(max(widths)) if widths else None
         self.key = nn.Dense(units)
         self.query = self.param("query", torch_linear_kernel, (query.shape[-1], units))
         self.score = self.param("score", torch_linear_kernel, (units, 1))
@@ -210,13 +213,18 @@ class Captioner(nn.Module):
 
     def _begin(self, seen: Seen, each: int) -> tuple[Memory | None, jax.Array | None, Any]:
         """The memory, the input before the words or None, the carry or None."""
-        mapped = jnp.repeat(self.begin(seen.pooled), each, axis=0)
+        mapped = None
+        if self.begin is not None:
+            mapped = jnp.repeat(self.begin(seen.pooled), each, axis=0)
         if self.looking is None:
             return None, mapped, None
-        carry = self._attending(seen.regions).initial((len(mapped),))
-        state = jax.tree.map(
-            lambda leaf: mapped[:, : leaf.shape[-1]].astype(leaf.dtype), carry.state
-        )
+        carry = self._attending(seen.regions).initial((each * len(seen.pooled),))
+        state = carry.state
+        if mapped is not None:
+            begun = jax.tree.map(
+                lambda leaf: mapped[:, : leaf.shape[-1]].astype(leaf.dtype), _from_picture(state)
+            )
+            state = state._replace(**begun) if isinstance(begun, dict) else begun
         carry = carry._replace(state=state, query=field_of_state(state, self.looking.field))
         return Memory(seen.regions, self.key(seen.regions)), None, carry
 
@@ -280,3 +288,11 @@ def _of_captions(during: Pass, each: int) -> Pass:
         getattr(during.rows, name) * each for name in ("first", "count", "total")
     )
     return dataclasses.replace(during, rows=Rows(first, count, total))
+
+
+def _from_picture(state: Any) -> Any:
+    """What of a cell's state a picture gives: all of it, or where there is a memory the
+    controller's c and h by name."""
+    if all(leaf.ndim == 2 for leaf in jax.tree.leaves(state)):
+        return state
+    return {name: getattr(state, name) for name in ("c", "h") if name in state._fields}

@@ -415,6 +415,28 @@ def test_what_is_said_is_what_is_scored(learner):
         words = caption[:, 0, time]
 
 
+@pytest.mark.parametrize("cell", ["dnc", "ur_rma", "rmc"])
+def test_a_memory_begins_as_its_cell_has_it(cell):
+    """And the picture gives the controller's state; the words that follow are probabilities."""
+    made = Learner(config(**ATTENDING, cell=cell, hidden_size=8))
+    made.load()
+    params = made.initial().params
+    batch = window(made.task, 2)
+    _, carry = made.apply(params, batch.pictures, 2, method="start")
+    fresh = made.cell.initial((4,))
+    for name in fresh._fields:
+        value, before = getattr(carry.state, name), getattr(fresh, name)
+        if cell != "rmc" and name in ("c", "h"):
+            assert np.abs(np.asarray(value)).min() > 0
+            np.testing.assert_array_equal(value[::2], value[1::2])  # two captions of a picture
+        else:
+            np.testing.assert_array_equal(value, before)
+    asked = carry.state.memory.reshape(4, -1) if cell == "rmc" else carry.state.h
+    np.testing.assert_array_equal(carry.query, asked)
+    said = made.apply(params, batch.pictures, batch.captions[:, :1]).log_p
+    assert np.isfinite(said).all()
+
+
 def test_a_beam_scores_at_least_what_is_greedy(learner):
     learner, params = learner
     batch = window(learner.task, 4)

@@ -56,6 +56,14 @@ def assert_same_bits(actual, expected):
         assert actual[name].tobytes() == value.tobytes(), name
 
 
+def assert_drawn(counts, probabilities, draws):
+    """How often each outcome came in independent draws is within five standard errors of what is
+    expected."""
+    p = np.asarray(probabilities, float)
+    errors = np.abs(np.asarray(counts) / draws - p) / np.sqrt(p * (1 - p) / draws)
+    assert errors.max() < 5, errors
+
+
 def refusal(function, *arguments):
     """The one line with which a function refuses its arguments."""
     with pytest.raises((Error, UserError)) as caught:

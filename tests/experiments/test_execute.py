@@ -24,7 +24,7 @@ from experiments.training import loop
 from experiments.training.learner import Learner
 from tests import reference
 from tests.experiments.probes.support import StopAfter
-from tests.experiments.support import assert_same_bits, leaves
+from tests.experiments.support import assert_drawn, assert_same_bits, leaves
 
 GRAMMARS = {
     **{category: Santoro(9, 4, category) for category in OPERATIONS},
@@ -140,9 +140,7 @@ def test_every_operation_is_as_frequent():
     draw = Random(2)
     texts = [Santoro(3, 1, "program").compose(draw, lambda: (3, 1)).text for _ in range(4000)]
     kinds = collections.Counter(re.sub(r"\d|[<>\[\]()=x]", "", text)[:2] for text in texts)
-    np.testing.assert_allclose([kinds[one] / 4000 for one in "+-*"], 0.2, atol=0.03)
-    np.testing.assert_allclose([kinds["if"] / 4000, kinds["fo"] / 4000], 0.2, atol=0.03)
-    assert sum(map(len, texts)) > 0
+    assert_drawn([kinds[kind] for kind in ("+", "-", "*", "if", "fo")], 1 / 5, 4000)
     patterns = {
         "pair": r"print\(\(\d+[+-]\d+\)\)@",
         "smallmul": r"print\(\(\d+\*\d+\)\)@",
@@ -153,8 +151,7 @@ def test_every_operation_is_as_frequent():
     }
     texts = [Zaremba(3, 1).compose(draw, lambda: (3, 1)).text for _ in range(4000)]
     for pattern in patterns.values():
-        share = sum(bool(re.fullmatch(pattern, text)) for text in texts) / 4000
-        np.testing.assert_allclose(share, 1 / 6, atol=0.03)
+        assert_drawn(sum(bool(re.fullmatch(pattern, text)) for text in texts), 1 / 6, 4000)
 
 
 def test_the_counts_of_programs():
@@ -190,9 +187,9 @@ def test_no_program_is_in_two_parts(name):
 
 def test_a_tenth_of_the_programs_is_in_each_held_out_part():
     draw, grammar = Random(4), Santoro(3, 2, "program")
-    parts = [part_of(grammar.compose(draw, lambda: (3, 2)).text) for _ in range(4000)]
-    shares = [parts.count(part) / 4000 for part in PARTS]
-    np.testing.assert_allclose(shares, [0.8, 0.1, 0.1], atol=0.02)
+    texts = {grammar.compose(draw, lambda: (3, 2)).text for _ in range(4000)}
+    parts = [part_of(text) for text in sorted(texts)]
+    assert_drawn([parts.count(part) for part in PARTS], [0.8, 0.1, 0.1], len(texts))
 
 
 @pytest.mark.parametrize("name", ["santoro", "zaremba"])
@@ -258,8 +255,12 @@ def test_lengths_and_nestings_of_each_curriculum():
 def test_zarembas_combined_curriculum_mixes_one_time_in_five():
     draw, grammar = Random(0), Zaremba(4, 3)
     drawn = collections.Counter(grammar.combined(draw, (3, 2)) for _ in range(6000))
-    np.testing.assert_allclose(drawn.pop((3, 2)) / 6000, 0.8 + 0.2 / 12, atol=0.02)
-    assert set(drawn) == {(a, b) for a in range(1, 5) for b in range(1, 4)} - {(3, 2)}
+    levels = [(a, b) for a in range(1, 5) for b in range(1, 4)]
+    assert_drawn(
+        [drawn[level] for level in levels],
+        [0.2 / 12 + 0.8 * (level == (3, 2)) for level in levels],
+        6000,
+    )
 
 
 def test_levels_are_left_by_the_rule():

@@ -160,7 +160,6 @@ def request(experiment: Experiment, flag_values: Mapping[str, Any]) -> Request:
     settings = {name: value for name, value in flag_values.items() if name not in OF_PROCESSES}
     protocol, describe = settings.pop("protocol", "small"), settings.pop("describe", False)
     exclude(flag_values, "compile_for", "describe")
-    exclude(flag_values, "compile_for", "coordinator_address")
     compile_for = settings.pop("compile_for", None)
     workdir, profile = settings.pop("workdir", None), settings.pop("profile", 0)
     if not 0 <= profile < 2**31:

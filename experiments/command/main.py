@@ -177,7 +177,7 @@ def train_one(
 
 def join_processes(name: str, flag_values: Mapping[str, Any]) -> None:
     """Joins the processes that train together, before JAX looks for devices: those that flags
-    name, else those that a cluster has started.
+    name, else those that a cluster has started. What is compiled ahead is compiled alone.
 
     Args:
       name: of the binary.
@@ -186,11 +186,13 @@ def join_processes(name: str, flag_values: Mapping[str, Any]) -> None:
     Raises:
       UserError: if only some of the flags are given, or they contradict each other.
     """
-    from experiments.command.flags import EXPLICIT
+    from experiments.command.flags import EXPLICIT, exclude
     from experiments.settings.errors import UserError
 
     values = {flag: flag_values[flag] for flag in EXPLICIT if flag in flag_values}
-    off = flag_values.get("distributed") == "off"
+    for flag in values:
+        exclude(flag_values, "compile_for", flag)
+    off = flag_values.get("distributed") == "off" or "compile_for" in flag_values
     if not values:
         if not off and _started_by_a_cluster():
             _join(name)

@@ -150,7 +150,7 @@ def leave(code: int, sentence: str = "") -> NoReturn:
 def _check_address(address: str, process_id: int) -> None:
     """XLA dies of addresses that cannot be."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) >= 2**16:
+    if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 2**16:
         raise UserError(f"--coordinator_address must be HOST:PORT, got {address}.")
     try:
         socket.getaddrinfo(host.strip("[]"), int(port))

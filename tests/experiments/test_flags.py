@@ -164,6 +164,7 @@ BAD = {
     "--num_processes=2": "need --coordinator_address and --process_id, too.",
     "--num_processes=2 --process_id=2 --coordinator_address=x:1": "got 2 of 2",
     "--num_processes=2 --distributed=off": "--distributed=off contradicts --num_processes.",
+    "--num_processes=2 --compile_for=v5e:4x4": "--compile_for and --num_processes exclude each oth",
     "--mesh=rows:2": "--mesh=rows:2: there is no axis rows, there are lanes, data and vocab.",
     "--mesh=8": "must be auto, or axes with their numbers of devices such as data:8 or lanes:4,d",
     "--mesh=data:2,data:2": "--mesh=data:2,data:2 names the axis data twice.",

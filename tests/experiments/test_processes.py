@@ -165,7 +165,7 @@ def test_the_last_words_are_said_before_the_end(monkeypatch):
 
 
 def test_addresses_that_cannot_be():
-    for address in ("localhost", ":1234", "localhost:x", "localhost:65536"):
+    for address in ("localhost", ":1234", "localhost:x", "localhost:0", "localhost:65536", "a:²"):
         with pytest.raises(UserError, match=f"must be HOST:PORT, got {address}"):
             processes.join("streaming", address, 2, 1)
     with socket.create_server(("", 0)) as taken:
@@ -203,6 +203,7 @@ def test_what_a_cluster_has_started_joins(monkeypatch, variables, chips, joins):
     main.join_processes("streaming", {})
     assert joined == [("streaming", {})] * joins
     main.join_processes("streaming", {"distributed": "off"})
+    main.join_processes("streaming", {"compile_for": "v5e:4x4"})
     assert len(joined) == joins
 
 

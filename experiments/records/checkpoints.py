@@ -26,7 +26,7 @@ from experiments.settings.errors import UserError
 T = TypeVar("T")
 
 _STEP = re.compile(r"0|[1-9][0-9]*")
-_CONTENTS = "contents.json"  # of a checkpoint: its leaves' shapes and its files' digests
+_CONTENTS = "contents.json"  # of a checkpoint: its leaves' shapes, its files' digests, its own
 _ORBAX = ".orbax-checkpoint-tmp"  # in the name of a checkpoint that Orbax writes
 # A checkpoint that is being written, the one that it replaces, and one that is being removed.
 _NEW, _OLD, _GONE = ".new", ".old", ".gone"
@@ -87,7 +87,7 @@ class Checkpoints:
                     self._orbax.save(new / "default", args=ocp.args.StandardSave({"state": leaves}))
                 contents = {"leaves": _shapes(leaves), "files": _digests(new)}
                 with (new / _CONTENTS).open("w") as file:
-                    json.dump(contents, file)
+                    json.dump({**contents, "digest": _digest(contents)}, file)
                     file.flush()
                     os.fsync(file.fileno())
                 _sync(new)
@@ -186,19 +186,18 @@ class Checkpoints:
 
     def _condition(self, step: int, like: Any) -> _Condition:
         path = self._path(step)
-        if any(
-            one.is_symlink() for one in (path, *path.rglob("*"))
-        ):  # what it leads to is not ours
-            return _Condition.DAMAGED
+        if any(entry.is_symlink() for entry in (path, *path.rglob("*"))):
+            return _Condition.DAMAGED  # what it leads to is not ours
         try:
             contents = json.loads((path / _CONTENTS).read_bytes().decode())
-            if contents["files"] != _digests(path):
+            digest = contents.pop("digest", None)  # earlier versions had none
+            if contents["files"] != _digests(path) or digest not in (None, _digest(contents)):
                 return _Condition.DAMAGED
             leaves = contents["leaves"]
         except FileNotFoundError:  # an earlier version had no such file
             earlier = (path / "default" / "_METADATA").is_file()
             return _Condition.OTHER if earlier else _Condition.DAMAGED
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return _Condition.DAMAGED
         return _Condition.GOOD if leaves == _shapes(_named_leaves(like)) else _Condition.OTHER
 
@@ -222,6 +221,10 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
 
 def _shapes(leaves: dict[str, Any]) -> dict[str, list[Any]]:
     return {name: [str(leaf.dtype), list(leaf.shape)] for name, leaf in leaves.items()}
+
+
+def _digest(contents: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(contents).encode()).hexdigest()
 
 
 def _digests(directory: Path) -> dict[str, str]:

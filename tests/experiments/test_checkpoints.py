@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments.records.checkpoints import Checkpoints
-from experiments.settings.errors import StorageError
+from experiments.settings.errors import StorageError, UserError
 
 STATE = {"a": np.arange(4.0), "b": np.int32(3)}
 OTHER = {"a": np.arange(4.0) + 1, "b": np.int32(4)}
@@ -144,6 +145,17 @@ def test_a_flipped_byte_in_any_file_is_named_and_the_state_before_used(saved, tm
             assert said == [
                 f"warning: the checkpoint {directory}/8 is damaged; going on from step 7."
             ]
+
+
+def test_flipped_shapes_are_damage_and_no_earlier_version(saved, tmp_path):
+    path = tmp_path / "checkpoints" / "7" / "contents.json"
+    content = json.loads(path.read_text())
+    path.write_text(path.read_text().replace("float64", "float61"))
+    with pytest.raises(UserError, match=r"every checkpoint in .* is damaged; remove the workdir"):
+        saved.restore(STATE, print)
+    del content["digest"]  # earlier versions wrote none
+    path.write_text(json.dumps(content))
+    assert same(saved.read(7, STATE), STATE)
 
 
 @pytest.mark.parametrize("name", ["8", "8/default", "8/default/_METADATA"])

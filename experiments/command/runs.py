@@ -84,12 +84,12 @@ def by_rate(label: str, config: Config) -> dict[str, slice]:
     return {f"{label} rate {rate}" if several else label: lanes[rate] for rate in lanes}
 
 
-def recorded_config(workdir: str | Path, known: Collection[Experiment]) -> Config:
+def recorded_config(workdir: str | Path, experiments: Collection[Experiment]) -> Config:
     """The config of the run in a workdir.
 
     Args:
       workdir: a directory.
-      known: the experiments that it may be of, each known by its task's name.
+      experiments: those that it may be of, each known by its task's name.
 
     Raises:
       UserError: if it is no workdir, one of another version or of another experiment.
@@ -101,7 +101,7 @@ def recorded_config(workdir: str | Path, known: Collection[Experiment]) -> Confi
         parts = recorded["config"]
         task = dict(parts["task"])
         name = task.pop("name")
-        by_name = {one.name: one for one in known}
+        by_name = {one.name: one for one in experiments}
         if name not in by_name:
             raise UserError(
                 f"the run in {workdir} is one of {name}, not of {' or '.join(by_name)}."
@@ -130,14 +130,14 @@ def _made(cls: Any, recorded: Mapping[str, Any]) -> Any:
     return cls(**unknown | as_tuples(recorded))
 
 
-def finished(workdir: str | Path, known: Collection[Experiment]) -> Finished:
-    """The finished run in a workdir; for ``known`` see ``recorded_config``.
+def finished(workdir: str | Path, experiments: Collection[Experiment]) -> Finished:
+    """The finished run in a workdir; for ``experiments`` see ``recorded_config``.
 
     Raises:
       UserError: if there is none.
     """
     work = Workdir(workdir)
-    config = recorded_config(workdir, known)
+    config = recorded_config(workdir, experiments)
     summary = work.summary()
     if summary is None or not (work.checkpoints).is_dir():
         raise UserError(

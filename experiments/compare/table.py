@@ -100,7 +100,7 @@ def run(workdirs: Sequence[Path], style: str, path: Path, metric_name: str | Non
 
 
 def read(workdir: Path, metric_name: str | None = None) -> list[Entry]:
-    """The run in a workdir, once for each learning rate; for ``wanted`` see ``run``.
+    """The run in a workdir, once for each learning rate; for ``metric_name`` see ``run``.
 
     Raises:
       UserError: if it is not a workdir, has no evaluation yet or no such metric.

@@ -22,6 +22,7 @@ from experiments.settings.errors import StorageError, UserError
 Row = dict[str, Any]
 
 _CONFIG = "config.json"
+_REMEDY = "remove it, and the same command makes it again"  # of a summary
 _NOT_YET = {"lock", "config.json.partial"}  # what a run leaves that could not even write its config
 
 
@@ -184,19 +185,30 @@ class Workdir:
         )
 
     def summary(self) -> dict[str, Any] | None:
-        """What a finished run leaves; None if it is not finished, or has gone on since."""
+        """What a finished run leaves; None if it is not finished, or has gone on since.
+
+        Raises:
+          UserError: if it is damaged.
+        """
         content = self.read_json("summary.json")
         rows = [row["step"] for row in read_rows(self.metrics)]
-        return content if content and rows and content.get("steps") == rows[-1] else None
+        if not content or not rows or content.get("steps") != rows[-1]:
+            return None
+        if not _is_summary(content):
+            raise UserError(f"{self.path / 'summary.json'} is damaged; {_REMEDY}.")
+        return content
+
+    def steps(self) -> int:
+        """How many steps the run is to have; 0 if it does not say."""
+        recorded = self.read_json(_CONFIG)
+        try:
+            return int(recorded["config"]["training"]["steps"])
+        except (KeyError, TypeError, ValueError):
+            return 0
 
     def summary_of(self, steps: int) -> dict[str, Any] | None:
         """The summary, if the run was to have so many steps and is finished."""
-        recorded = self.read_json(_CONFIG)
-        try:
-            asked = recorded["config"]["training"]["steps"]
-        except (KeyError, TypeError):
-            return None
-        return self.summary() if asked == steps else None
+        return self.summary() if self.steps() == steps else None
 
     def _trained(self) -> int:
         """How many steps the run has been trained for, as far as that is kept."""
@@ -214,8 +226,8 @@ class Workdir:
         old = before.get("identity")
         continued = before.get("continued", [])
         origins = [before, *continued] if isinstance(continued, list) else [None]
-        known = all(isinstance(one, dict) and isinstance(one.get("device"), str) for one in origins)
-        if not isinstance(old, dict) or not known:
+        told = all(isinstance(one, dict) and isinstance(one.get("device"), str) for one in origins)
+        if not isinstance(old, dict) or not told:
             raise UserError(
                 f"{self.path / _CONFIG} was made by another version of these experiments; "
                 "choose another --workdir."
@@ -261,9 +273,10 @@ class Workdir:
         except OSError as error:
             raise UserError(f"{path} cannot be read: {reason(error)}.") from None
         except (ValueError, RecursionError):
-            raise UserError(f"{path} is damaged: it is not JSON.") from None
+            content = None
         if not isinstance(content, dict):
-            raise UserError(f"{path} is damaged: it is not a JSON object.")
+            remedy = f"; {_REMEDY}" if name == "summary.json" else ""
+            raise UserError(f"{path} is damaged: it is not a JSON object{remedy}.")
         return content
 
     def write_json(self, name: str, content: Any) -> None:
@@ -349,6 +362,16 @@ def _sort(path: Path, good: Callable[[Row], bool]) -> tuple[list[Row], int]:
         if isinstance(row, dict) and type(row.get("step")) is int and good(row):
             rows.append(row)
     return rows, len(lines) - len(rows)
+
+
+def _is_summary(content: dict[str, Any]) -> bool:
+    """Whether a finished run's file has the result of each lane."""
+    try:
+        lanes = [lane for metric in content["metrics"].values() for lane in metric["per_run"]]
+        values = [lane["value"] for lane in lanes]
+    except (KeyError, TypeError, AttributeError):
+        return False
+    return bool(values) and all(value is None or type(value) in (int, float) for value in values)
 
 
 def _is_evaluation(row: Row) -> bool:

@@ -91,7 +91,7 @@ def read(path: Path, directory: Path) -> list[Run]:
     _check_names(path, content, {"binary", "settings", "grid", "also"})
     by_name = {one.name: one for one in EXPERIMENTS if not one.study}
     binary = content.get("binary")
-    if binary not in by_name:
+    if not isinstance(binary, str) or binary not in by_name:
         raise UserError(f'{path}: binary = "..." must be one of {", ".join(by_name)}.')
     runs = [
         _run(path, by_name[binary], combination, directory)
@@ -106,7 +106,10 @@ def read(path: Path, directory: Path) -> list[Run]:
 def _combinations(path: Path, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     shared = _table(path, "settings", content.get("settings", {}))
     grids: list[tuple[Flags, Any]] = [({}, content["grid"])] if "grid" in content else []
-    for also in content.get("also", []):
+    others = content.get("also", [])
+    if not isinstance(others, list):
+        raise UserError(f"{path}: also must be tables, each under [[also]].")
+    for also in others:
         more = dict(_table(path, "also", also))
         grid = more.pop("grid", {})
         grids.append((more, grid))
@@ -126,10 +129,10 @@ def _table(path: Path, name: str, content: Any) -> Mapping[str, Any]:
     return content
 
 
-def _check_names(path: Path, content: Mapping[str, Any], known: set[str]) -> None:
+def _check_names(path: Path, content: Mapping[str, Any], allowed: set[str]) -> None:
     for name in content:
-        if name not in known:
-            raise UserError(f"{path}: there is no {name!r}; known: {', '.join(sorted(known))}.")
+        if name not in allowed:
+            raise UserError(f"{path}: there is no {name!r}; known: {', '.join(sorted(allowed))}.")
 
 
 def _run(path: Path, experiment: Experiment, flag_values: Flags, directory: Path) -> Run:

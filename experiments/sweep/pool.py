@@ -103,8 +103,8 @@ class _Pool:
             return
         self._tries[number] = 1 + self._tries[number] * (_rows(run) <= self._rows[number])
         if code <= 0 and self._tries[number] < _TRIES:
-            how = f"killed by signal {-code}" if code else "asked to stop"
-            say(f"{name} was {how} and goes on")
+            ending = f"killed by signal {-code}" if code else "asked to stop"
+            say(f"{name} was {ending} and goes on")
             self.waiting.append(number)
             return
         self.failed += 1
@@ -118,9 +118,7 @@ class _Pool:
 def _finished(run: Run) -> bool:
     """Whether a run has come to its end, with all of the steps or before."""
     work = Workdir(run.workdir)
-    if work.summary() is None:
-        return False
-    return work.read_json("config.json")["config"]["training"]["steps"] >= run.config.training.steps
+    return work.summary() is not None and work.steps() >= run.config.training.steps
 
 
 def _rows(run: Run) -> int:

@@ -295,7 +295,7 @@ def test_what_cannot_be_compared(tmp_path):
     (a / "metrics.jsonl").unlink()
     assert refused(a) == f"the run in {a} has no evaluation yet."
     (a / "config.json").write_text("{")
-    assert refused(a) == f"{a / 'config.json'} is damaged: it is not JSON."
+    assert refused(a) == f"{a / 'config.json'} is damaged: it is not a JSON object."
 
 
 def start(*argv):

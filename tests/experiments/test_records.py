@@ -124,10 +124,21 @@ def test_a_directory_in_the_place_of_rows_is_named(run, name):
         loop.run(tiny(), run)
 
 
-def test_a_summary_without_results_is_named(run):
-    (run / "summary.json").write_text('{"steps": 4, "metrics": []}')
-    with pytest.raises(UserError, match=r"summary\.json is damaged; remove it, and the same"):
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        '{"steps": 4, "metrics": []}',
+        '{"steps": 4, "metrics": {}}',
+        '{"steps": 4, "metrics": {"accuracy": {"per_run": [{"value": "0.5"}]}}}',
+    ],
+)
+def test_a_summary_without_results_is_named(run, content):
+    (run / "summary.json").write_text(content)
+    with pytest.raises(UserError, match=r"summary\.json is damaged.*; remove it, and the same"):
         loop.run(tiny(), run)
+    with pytest.raises(UserError, match=r"summary\.json is damaged.*; remove it, and the same"):
+        Workdir(run).summary()
 
 
 def claim(path, **settings):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from experiments.settings.errors import UserError
-from experiments.sweep import plan, report
+from experiments.sweep import plan, pool, report
 from experiments.training import loop
 from tests.experiments.support import ROOT, environment
 
@@ -65,6 +65,9 @@ def test_a_grid_is_every_combination(tmp_path):
             "--workdir, --describe and --compile_for are not for",
         ),
         (TOML.replace("steps = 30", "process_id = 1"), "a run of a sweep is one process"),
+        (TOML.replace('"copy"', '["copy"]'), 'binary = "..." must be one of'),
+        ("also = 3\n" + TOML, "also must be tables, each under [[also]]"),
+        (TOML + "[also]\ncell = 'rnn'\n", "also must be tables, each under [[also]]"),
     ],
 )
 def test_a_file_that_cannot_be_is_one_sentence(tmp_path, text, sentence):
@@ -102,6 +105,19 @@ def test_the_best_rate_is_that_of_the_watched_set(tmp_path):
     assert gru.values == (0.5, 0.6)
     assert lstm.values == (0.25,) or lstm.rate == 1e-2  # both are infinitely bad
     assert (lstm.label, lstm.rates) == ("lstm", 2)
+
+
+def test_a_run_whose_config_does_not_say_its_steps_is_trained(tmp_path):
+    run = plan.read(sweep_file(tmp_path), tmp_path / "runs")[0]
+    finish(run, 0.5, 0.5)
+    for content, finished in (
+        ({"config": {"training": {"steps": 30}}}, True),
+        ({"config": {"training": {"steps": 20}}}, False),
+        ({"config": None}, False),
+        ({}, False),
+    ):
+        (run.workdir / "config.json").write_text(json.dumps(content))
+        assert pool._finished(run) == finished
 
 
 def test_a_sweep_that_is_killed_goes_on(tmp_path):

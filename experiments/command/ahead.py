@@ -75,7 +75,7 @@ def report(config: Config, name: str) -> dict[str, Any]:
     )
 
 
-def _memory(executable: jax.stages.Compiled, there: int | None) -> dict[str, Any]:
+def _memory(executable: jax.stages.Compiled, available: int | None) -> dict[str, Any]:
     """Bytes of one device."""
     plan = executable.memory_analysis()
     assert plan is not None
@@ -90,7 +90,7 @@ def _memory(executable: jax.stages.Compiled, there: int | None) -> dict[str, Any
         "memory_bytes": total,
         "argument_bytes": plan.argument_size_in_bytes,
         "temporary_bytes": plan.temp_size_in_bytes,
-        "fits": None if there is None else total <= there,
+        "fits": None if available is None else total <= available,
     }
 
 

@@ -23,12 +23,12 @@ def check(needed: Mapping[str, int], platform: str, lower: str) -> None:
     Raises:
       UserError: if it is more than there is.
     """
-    total, there = sum(needed.values()), _there(platform)
-    if total > there:
+    total, available = sum(needed.values()), _available(platform)
+    if total > available:
         most = max(needed, key=lambda name: needed[name])
         raise UserError(
             f"this run needs more than {total / 1e9:,.0f} GB of memory, and there are "
-            f"{there / 1e9:,.0f}: most of it is for {most}; lower {lower}."
+            f"{available / 1e9:,.0f}: most of it is for {most}; lower {lower}."
         )
 
 
@@ -40,7 +40,7 @@ def bytes_of(shapes: Any) -> int:
     )
 
 
-def _there(platform: str) -> float:
+def _available(platform: str) -> float:
     """Bytes of memory that the first device has."""
     if platform == "cpu":
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

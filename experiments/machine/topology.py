@@ -46,7 +46,8 @@ def devices(name: str) -> list[jax.Device]:
 
     if importlib.util.find_spec("libtpu") is None:
         raise UserError(
-            "--compile_for needs TPU's compiler, libtpu: pip install --editable '.[tpu]'."
+            "--compile_for needs TPU's compiler, libtpu, which is not installed: "
+            "pip install -e '.[experiments,tpu]' brings it."
         )
     for variable, value in _ENVIRONMENT.items():
         os.environ.setdefault(variable, value)

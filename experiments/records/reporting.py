@@ -170,10 +170,10 @@ def _summary(values: list[float | None]) -> str:
 def _terminal_size() -> dict[str, Any]:
     """What tqdm is told of the terminal: to follow its size, or 80 columns if it has none."""
     try:
-        known = min(os.get_terminal_size(sys.stderr.fileno())) > 0
+        sized = min(os.get_terminal_size(sys.stderr.fileno())) > 0
     except (OSError, ValueError):
-        known = False
-    return {"dynamic_ncols": True} if known else {"ncols": 80, "nrows": 24}
+        sized = False
+    return {"dynamic_ncols": True} if sized else {"ncols": 80, "nrows": 24}
 
 
 class TensorBoard:

@@ -73,28 +73,28 @@ def _options(executor: str, flag_values: dict[str, Any]) -> Any:
     from experiments.settings.errors import UserError
     from experiments.sweep.executors import Options
 
-    given = {name: flag_values[name] for name in Options._fields if name in flag_values}
-    for name in given:
+    options = {name: flag_values[name] for name in Options._fields if name in flag_values}
+    for name in options:
         where = {"processes": "local ray slurm", "gpus_per_run": "ray slurm"}.get(name, "slurm")
         if executor not in where.split():
             raise UserError(f"--{name} has no effect with --executor={executor}.")
-        if given.get("cluster") == "local" and name in ("partition", "sbatch"):
+        if options.get("cluster") == "local" and name in ("partition", "sbatch"):
             raise UserError(f"--{name} has no effect with --cluster=local.")
     for name, least, most in (
         ("processes", 1, 1024),
         ("gpus_per_run", 0, 1024),
         ("minutes", 1, 525_600),
     ):
-        if not least <= given.get(name, least) <= most:
+        if not least <= options.get(name, least) <= most:
             raise UserError(
-                f"--{name} must be at least {least} and at most {most}, got {given[name]}."
+                f"--{name} must be at least {least} and at most {most}, got {options[name]}."
             )
-    if "sbatch" in given:
-        pairs = [entry.partition("=") for entry in given["sbatch"].split(",")]
+    if "sbatch" in options:
+        pairs = [entry.partition("=") for entry in options["sbatch"].split(",")]
         if not all(name and equals and value for name, equals, value in pairs):
-            raise UserError(f"--sbatch must be NAME=VALUE,..., got {given['sbatch']}.")
-        given["sbatch"] = {name: value for name, _, value in pairs}
-    return Options(**given)
+            raise UserError(f"--sbatch must be NAME=VALUE,..., got {options['sbatch']}.")
+        options["sbatch"] = {name: value for name, _, value in pairs}
+    return Options(**options)
 
 
 if __name__ == "__main__":

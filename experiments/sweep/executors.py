@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from experiments.records.storage import written
 from experiments.settings.errors import UserError
 from experiments.sweep import process
 from experiments.sweep.plan import Run
@@ -102,9 +104,10 @@ class Local:
 class _Process:
     def __init__(self, run: Run, free: list[int], cores: Sequence[int]) -> None:
         self._slot, self._free = free.pop(0), free
-        self._process: subprocess.Popen[bytes] = process.start(
-            run.command, log(run), cores[self._slot % len(cores)]
-        )
+        with written(log(run)):
+            self._process: subprocess.Popen[bytes] = process.start(
+                run.command, log(run), cores[self._slot % len(cores)]
+            )
 
     def poll(self) -> int | None:
         code = self._process.poll()
@@ -190,11 +193,21 @@ class OnSlurm:
 
     def start(self, runs: Sequence[Run]) -> list[Job]:
         directory, jobs = os.getcwd(), []
-        with self._executor.batch():
+        with self._refused(), self._executor.batch():
             for run in runs:
                 task = _Requeued()
                 jobs.append(self._executor.submit(task, run.command, str(log(run)), directory))
         return [_Submitted(job, self._errors) for job in jobs]
+
+    @contextlib.contextmanager
+    def _refused(self) -> Iterator[None]:
+        """Raises what sbatch says, which submitit prints, too, as a ``UserError``."""
+        try:
+            with written(self._executor.folder), contextlib.redirect_stderr(io.StringIO()):
+                yield
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0].rstrip(".")
+            raise UserError(f"--executor=slurm: {reason}.") from None
 
     def close(self) -> None:
         """Nothing: SLURM has the jobs."""

@@ -125,7 +125,7 @@ def test_programs_are_traced_for_the_target():
 
 def test_what_cannot_be_is_a_sentence(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"^--compile_for needs TPU's compiler, libtpu: pip"):
+    with pytest.raises(UserError, match=r"^--compile_for needs TPU's compiler, libtpu, which"):
         topology.devices("v5e:4x4")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     for name in ("v5e", "v5e:", ":2x2", "v5e:2xtwo"):

@@ -1,16 +1,18 @@
 """A sweep here, on Ray and through submitit: runs and the sweep itself are killed, and the tables
 are equal."""
 
+import contextlib
 import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from experiments.settings.errors import UserError
+from experiments.settings.errors import StorageError, UserError
 from experiments.sweep import executors, plan, process
 from experiments.sweep.executors import Options
 from tests.experiments.support import ROOT, environment
@@ -67,6 +69,39 @@ def test_an_executor_whose_library_is_missing_is_one_sentence(name, module, tmp_
     with pytest.raises(UserError, match=rf"^--executor={name} needs {module}, which is not") as no:
         executors.build(name, Options(), tmp_path)
     assert "\n" not in str(no.value)
+
+
+def test_a_place_that_takes_no_words_is_one_sentence(tmp_path):
+    path = tmp_path / "sweep.toml"
+    path.write_text(TOML)
+    run = plan.read(path, tmp_path / "runs")[0]
+    executors.log(run).mkdir(parents=True)
+    local = executors.Local(Options(processes=1))
+    with pytest.raises(StorageError, match=r"^cannot write .*\.log: Is a directory; what was"):
+        local.start([run])
+
+
+def test_what_sbatch_refuses_is_one_sentence(tmp_path, monkeypatch, capsys):
+    """Through a submitit that is not there: its errors are RuntimeErrors, and it prints them."""
+
+    class Executor:
+        folder = tmp_path
+
+        def update_parameters(self, **_):
+            pass
+
+        @contextlib.contextmanager
+        def batch(self):
+            yield
+            print("sbatch: error: invalid partition", file=sys.stderr)
+            raise RuntimeError("sbatch: error: invalid partition\nsbatch: error: failed")
+
+    submitit = mock.Mock(AutoExecutor=lambda folder, cluster: Executor())
+    monkeypatch.setitem(sys.modules, "submitit", submitit)
+    executor = executors.build("slurm", Options(partition="none"), tmp_path)
+    with pytest.raises(UserError, match=r"^--executor=slurm: sbatch: error: invalid partition\.$"):
+        executor.start([])
+    assert capsys.readouterr().err == ""
 
 
 def test_a_run_ends_with_its_worker(tmp_path):

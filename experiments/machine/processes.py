@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import os
 import signal
 import socket
@@ -115,6 +116,29 @@ def first_says(tree: T) -> T:
     leaves = jax.tree.map(np.asarray, tree)
     said = multihost_utils.broadcast_one_to_all(jax.tree.map(bits, leaves))
     return jax.tree.map(lambda leaf, like: np.asarray(leaf).view(like.dtype), said, leaves)
+
+
+def check_alike(settings: str) -> None:
+    """Ends all processes where one was started with other settings; all of them call this.
+
+    Collectives of other sizes would end them without a reason, and of the same sizes not at all.
+
+    Args:
+      settings: as text.
+
+    Raises:
+      UserError: if they differ.
+    """
+    if jax.process_count() == 1:
+        return
+    digest = np.frombuffer(hashlib.sha256(settings.encode()).digest(), np.uint32)
+    every = multihost_utils.process_allgather(digest)
+    others = np.flatnonzero((every != every[0]).any(axis=1))
+    if others.size:
+        raise UserError(
+            f"process {others[0]} has other settings than process 0: all processes of a run are "
+            "started with the same command."
+        )
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.figures import learning_curve
-from experiments.machine.processes import first_says, is_first, together
+from experiments.machine.processes import check_alike, first_says, is_first, together
 from experiments.machine.profiling import Clock, Profile
 from experiments.machine.stopping import StoppedError, Stopping, stopping
 from experiments.records.checkpoints import Checkpoints
@@ -72,6 +73,7 @@ def run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(together())
         config.check()
+        check_alike(json.dumps(config.resolved(), sort_keys=True))
         learner = Learner(config)
         learner.check()
         stack.enter_context(contextlib.closing(learner))

@@ -1,5 +1,6 @@
 """Several processes that train together, over loopback: two of four devices each."""
 
+import contextlib
 import json
 import os
 import signal
@@ -162,6 +163,25 @@ def test_the_last_words_are_said_before_the_end(monkeypatch):
     monkeypatch.setattr(processes.os, "_exit", ended.append)
     processes.leave(1, "a sentence")
     assert (slept, ended) == ([2 * processes._LINGER_SECONDS], [1])
+
+
+def test_processes_with_other_settings_are_refused(monkeypatch):
+    """Each of them says it, also where the sizes are the same."""
+    processes.check_alike("alone")
+    other = np.array(8 * [7], np.uint32)
+    for rows, sentence in (
+        (lambda own: [own, own], None),
+        (lambda own: [own, own, other], "process 2 has other settings than process 0"),
+        (lambda own: [other, own], "process 1 has other settings than process 0"),
+    ):
+        monkeypatch.setattr(processes.jax, "process_count", lambda: 2)
+        monkeypatch.setattr(
+            processes.multihost_utils,
+            "process_allgather",
+            lambda own, rows=rows: np.stack(rows(own)),
+        )
+        with pytest.raises(UserError, match=sentence) if sentence else contextlib.nullcontext():
+            processes.check_alike("settings")
 
 
 def test_addresses_that_cannot_be():

@@ -98,8 +98,8 @@ def recorded_config(workdir: str | Path, experiments: Collection[Experiment]) ->
     if recorded is None:
         raise UserError(f"{workdir} is not a workdir: it has no config.json.")
     try:
-        parts = recorded["config"]
-        task = dict(parts["task"])
+        settings = recorded["config"]
+        task = dict(settings["task"])
         name = task.pop("name")
         by_name = {one.name: one for one in experiments}
         if name not in by_name:
@@ -110,9 +110,9 @@ def recorded_config(workdir: str | Path, experiments: Collection[Experiment]) ->
             protocol=recorded["protocol"],
             overrides=as_tuples(recorded["overrides"]),
             task=_made(by_name[name].task(), task),
-            model=_made(ModelSettings, parts["model"]),
-            carry=_made(CarrySettings, parts["carry"]),
-            training=_made(TrainingSettings, parts["training"]),
+            model=_made(ModelSettings, settings["model"]),
+            carry=_made(CarrySettings, settings["carry"]),
+            training=_made(TrainingSettings, settings["training"]),
         )
     except (KeyError, TypeError):
         raise UserError(f"{workdir} was made by another version of these experiments.") from None

@@ -54,7 +54,7 @@ def devices(name: str) -> list[jax.Device]:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_enable_compilation_cache", False)  # it keeps what this machine can run
     version, _, shape = name.partition(":")
-    if not version or not all(part.isdecimal() for part in shape.split("x")):
+    if not version or not all(length.isdecimal() for length in shape.split("x")):
         raise UserError(f"--compile_for={name} is no topology such as {_EXAMPLES}.")
     try:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)

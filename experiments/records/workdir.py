@@ -289,8 +289,8 @@ class Workdir:
 
     def lost_rows(self, due: Iterable[int]) -> list[int]:
         """Those of the steps whose row should be in ``metrics.jsonl`` and is not."""
-        there = {row["step"] for row in _sort(self.metrics, _is_evaluation)[0]}
-        return [step for step in due if step not in there]
+        steps = {row["step"] for row in _sort(self.metrics, _is_evaluation)[0]}
+        return [step for step in due if step not in steps]
 
     def keep_rows(self, last_step: int, say: Callable[[str], None]) -> None:
         """Drops the rows of ``metrics.jsonl`` after a step, and what is no row in both files.

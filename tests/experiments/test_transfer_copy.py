@@ -58,7 +58,9 @@ def copies(tmp_path_factory):
             diverged = jnp.array([-1, -1, 2, 3])
             checkpoints.save(4, learner.initial()._replace(diverged_at=diverged))
         append_row(work.metrics, {"step": 4})
-        work.write_json("summary.json", {"steps": 4})
+        lanes = [{"value": 0.5}, {"value": 0.5}, {"value": None}, {"value": None}]
+        summary = {"steps": 4, "metrics": {"accuracy": {"per_run": lanes}}}
+        work.write_json("summary.json", summary)
     return directory
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from experiments.records.workdir import holds_run
 from experiments.settings.errors import UserError
 
 
@@ -39,8 +40,7 @@ def claim(directory: Path, reports: Collection[str]) -> None:
     except OSError as error:
         raise UserError(f"{directory} cannot be read: {error.strerror}.") from None
     for entry in entries:
-        is_run = (entry / "config.json").is_file()
-        if not is_run and not any(entry.match(name) for name in reports):
+        if not holds_run(entry) and not any(entry.match(name) for name in reports):
             raise UserError(
                 f"{directory} holds {entry.name}, which is no run of this kind; choose an empty "
                 "folder, or one that is not there yet."

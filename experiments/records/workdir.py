@@ -26,6 +26,13 @@ _REMEDY = "remove it, and the same command makes it again"  # of a summary
 _NOT_YET = {"lock", "config.json.partial"}  # what a run leaves that could not even write its config
 
 
+def holds_run(path: Path) -> bool:
+    """Whether a directory is that of a run, be it one that ended before it wrote its config."""
+    if not path.is_dir():
+        return False
+    return (path / _CONFIG).is_file() or set(os.listdir(path)) <= _NOT_YET
+
+
 class EarlierVersionError(UserError):
     """A run that cannot go on: its states are not like those of this version."""
 

@@ -629,6 +629,13 @@ def test_a_folder_of_others_takes_no_runs(tmp_path):
     (tmp_path / "lstm").mkdir()
     (tmp_path / "report.md").write_text("ours")
     tables.claim(tmp_path, ("lstm", "report.*"))
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "lock").touch()  # killed before it wrote its config
+    tables.claim(tmp_path, ("lstm", "report.*"))
+    (tmp_path / "begun" / "letter").touch()
+    with pytest.raises(UserError, match="holds begun, which is no run of this kind"):
+        tables.claim(tmp_path, ("lstm", "report.*"))
+    (tmp_path / "begun" / "letter").unlink()
     (tmp_path / "precious.txt").write_text("theirs")
     with pytest.raises(UserError, match=r"holds precious\.txt, which is no run of this kind"):
         tables.claim(tmp_path, ("lstm", "report.*"))

@@ -333,7 +333,8 @@ class SlotCell(Cell):
 
     Parameters: ``{"kernel": {slot: [D, width]}, "recurrent_kernel": {slot: [F, width]},
     "bias": {slot: [width]}}``, plus ``"recurrent_bias"`` with ``bias_vectors=2`` and
-    ``"gate"`` where the gate owns parameters.
+    ``"gate"`` where the gate owns parameters. Where a cell has N > 1 heads, its recurrent kernels
+    are block-diagonal, ``[N, F/N, width/N]``.
 
     Attributes:
       features: F, the hidden size.
@@ -381,6 +382,11 @@ class SlotCell(Cell):
     def _gate(self) -> Gate | None:
         return None
 
+    @property
+    def _heads(self) -> int:
+        """N, the number of blocks on the diagonal of a recurrent kernel."""
+        return 1
+
     @nn.nowrap
     def zeros(self, batch_shape: Sequence[int]) -> jax.Array:
         """A field of the initial carry, ``[*batch_shape, F]``, float32 at least."""
@@ -399,8 +405,7 @@ class SlotCell(Cell):
                 for s, w in self.input_slots.items()
             },
             "recurrent_kernel": {
-                s: self.recurrent_kernel_init(next(keys), (self.features, w), dtype)
-                for s, w in slots.items()
+                s: self._recurrent_kernel(next(keys), w) for s, w in slots.items()
             },
             "bias": {
                 s: self.bias_init(next(keys), (w,), dtype) for s, w in self.input_slots.items()
@@ -418,6 +423,15 @@ class SlotCell(Cell):
             if own:
                 params["gate"] = own
         return params
+
+    @nn.nowrap
+    def _recurrent_kernel(self, key: jax.Array, width: int) -> jax.Array:
+        """``[F, width]``; with heads each block is a draw of its own."""
+        init, dtype, heads = self.recurrent_kernel_init, self.param_dtype, self._heads
+        if heads == 1:
+            return init(key, (self.features, width), dtype)
+        block = self.features // heads, width // heads
+        return jnp.stack([init(k, block, dtype) for k in jax.random.split(key, heads)])
 
     @nn.nowrap
     def project(self, params: Params, x: jax.Array) -> dict[str, jax.Array]:

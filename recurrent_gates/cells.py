@@ -202,16 +202,20 @@ class LSTM(SlotCell):
       activation: of the candidate.
       output_activation: of c on its way to h.
       forget_gate: False for the lecture's s_t = s_tm1 + i * s~; needs the standard gate.
+      heads: N blocks on the diagonal of each recurrent kernel ``[N, F/N, width/N]``, so that a
+        unit reads those of its own head; 1: the whole matrix ``[F, width]``.
 
     Raises:
       ValueError: for a size below 1, a gate that does not fit it, a number of bias vectors other
-        than 1 and 2, or ``forget_gate=False`` with another gate than the standard one.
+        than 1 and 2, ``forget_gate=False`` with another gate than the standard one, or heads that
+        do not divide the size.
     """
 
     gate: Gate = GATES["standard"]
     activation: Activation = jnp.tanh
     output_activation: Activation = jnp.tanh
     forget_gate: bool = True
+    heads: int = 1
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -225,10 +229,15 @@ class LSTM(SlotCell):
                 raise ValueError("forget_gate=False leaves no f to shape: use the standard gate.")
         super().__post_init__()
         self.gate.check(self.features)
+        checks.heads(self)
 
     @property
     def _gate(self) -> Gate | None:
         return self.gate if self.forget_gate else None
+
+    @property
+    def _heads(self) -> int:
+        return self.heads
 
     @property
     def slots(self) -> dict[str, int]:
@@ -330,15 +339,17 @@ class GRU(SlotCell):
       gate: how f and i are made, tied as ``Gate.tie`` says; default: no forget bias (torch).
       reset: ``"after"``, ``"before"`` or False; see ``gru_step``.
       activation: of the candidate.
+      heads: N blocks on the diagonal of each recurrent kernel, as in ``LSTM``.
 
     Raises:
       ValueError: for a size below 1, a gate that does not fit it, a number of bias vectors other
-        than 1 and 2, or another ``reset``.
+        than 1 and 2, another ``reset``, or heads that do not divide the size.
     """
 
     gate: Gate = _GRU_GATE
     reset: str | bool = "after"
     activation: Activation = jnp.tanh
+    heads: int = 1
 
     def __post_init__(self) -> None:
         if self.reset not in ("after", "before", False):
@@ -348,6 +359,7 @@ class GRU(SlotCell):
         checks.function(f"{name} activation", self.activation, "jnp.tanh")
         super().__post_init__()
         self.gate.check(self.features)
+        checks.heads(self)
 
     @nn.nowrap
     def initial(self, batch_shape: Sequence[int]) -> HiddenState:
@@ -356,6 +368,10 @@ class GRU(SlotCell):
     @property
     def _gate(self) -> Gate:
         return self.gate.tie()
+
+    @property
+    def _heads(self) -> int:
+        return self.heads
 
     @property
     def separate(self) -> tuple[str, ...]:

@@ -122,14 +122,26 @@ def instance(name: str, value: Any, of: type, such_as: str) -> None:
 
 
 def cell_settings(cell: Any) -> None:
-    """The settings that every cell with recurrent products has; ``features`` becomes an int."""
+    """The settings of cells with recurrent products; ``features`` and ``heads`` become ints."""
     name = type(cell).__name__
     features_and_dtypes(cell)
+    if hasattr(cell, "heads"):
+        cell.heads = whole_number(f"{name} needs a positive integer number of heads", cell.heads)
     vectors = cell.bias_vectors
     if isinstance(vectors, bool) or vectors not in (1, 2) or not hasattr(vectors, "__index__"):
         raise ValueError(f"{name} has 1 or 2 bias vectors, got {described(vectors)}.")
     for role in ("kernel_init", "recurrent_kernel_init", "bias_init"):
         function(f"{name} {role}", getattr(cell, role), "nn.initializers.zeros")
+
+
+def heads(cell: Any) -> None:
+    """Heads that divide every recurrent product of a cell."""
+    for slot, width in cell.slots.items():
+        if width % cell.heads:
+            raise ValueError(
+                f"The heads of {type(cell).__name__} must divide the {width} units of its "
+                f"{slot!r}, got {cell.heads}."
+            )
 
 
 def input_gated_settings(cell: Any) -> None:

@@ -43,7 +43,8 @@ class Products:
     of another name is for ``update`` to read by itself.
 
     Attributes:
-      weights: params -> {slot: U}. A matrix ``[F, width]`` is multiplied by; a vector ``[width]``
+      weights: params -> {slot: U}. A matrix ``[F, width]`` is multiplied by; so is, head by head,
+        a block-diagonal one, given as its N blocks ``[N, F/N, width/N]``; a vector ``[width]``
         multiplies unit by unit, x ``[..., F]`` being repeated where width is a multiple of F.
       update: (carry, inputs, product) -> the next carry; it reads no parameters but through
         ``product``, and leaves summed fields as they are.
@@ -110,7 +111,10 @@ class Sums:
 
 
 class Weights(NamedTuple):
-    """The weights of recurrent products: matrices and vectors by slot, and biases."""
+    """The weights of recurrent products: matrices and vectors by slot, and biases.
+
+    A matrix is ``[F, width]`` or the blocks of a block-diagonal one, ``[N, F/N, width/N]``.
+    """
 
     matrices: Slots
     vectors: Slots
@@ -121,17 +125,17 @@ def recurrent_weights(products: Products, params: Params) -> Weights:
     """The declared weights by their kind.
 
     Raises:
-      ValueError: if one is neither a matrix nor a vector.
+      ValueError: if one is neither a matrix nor its blocks nor a vector.
     """
     weights = products.weights(params)
     for slot, weight in weights.items():
-        if weight.ndim not in (1, 2):
+        if weight.ndim not in (1, 2, 3):
             raise ValueError(
-                f"A recurrent weight is a matrix [F, width] or a vector [width]; {slot!r} has "
-                f"shape {weight.shape}."
+                "A recurrent weight is a matrix [F, width], its blocks [N, F/N, width/N] or a "
+                f"vector [width]; {slot!r} has shape {weight.shape}."
             )
     return Weights(
-        {slot: weight for slot, weight in weights.items() if weight.ndim == 2},
+        {slot: weight for slot, weight in weights.items() if weight.ndim > 1},
         {slot: weight for slot, weight in weights.items() if weight.ndim == 1},
         dict(products.biases(params)),
     )
@@ -162,10 +166,18 @@ def with_bias(weights: Weights, slot: str, out: jax.Array) -> jax.Array:
 
 
 def matrix_product(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
-    """x times a kernel in ``dtype``, summed in float32 at least."""
-    return jnp.matmul(
-        x.astype(dtype), kernel.astype(dtype), preferred_element_type=state_dtype(dtype)
-    )
+    """x times a kernel in ``dtype``, summed in float32 at least; head by head with its blocks."""
+    x, kernel, sums = x.astype(dtype), kernel.astype(dtype), state_dtype(dtype)
+    if kernel.ndim == 2:
+        return jnp.matmul(x, kernel, preferred_element_type=sums)
+    if x.shape[-1] != kernel.shape[0] * kernel.shape[1]:
+        raise ValueError(
+            f"Blocks of shape {kernel.shape} multiply {kernel.shape[0] * kernel.shape[1]} "
+            f"features, got {x.shape[-1]}."
+        )
+    heads = x.reshape(*x.shape[:-1], *kernel.shape[:2])
+    out = jnp.einsum("...nf,nfw->...nw", heads, kernel, preferred_element_type=sums)
+    return out.reshape(*x.shape[:-1], kernel.shape[0] * kernel.shape[2])
 
 
 def unit_product(x: jax.Array, vector: jax.Array) -> jax.Array:

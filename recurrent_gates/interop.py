@@ -137,10 +137,11 @@ def to_torch(layers: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, np.
       torch's names to NumPy arrays.
 
     Raises:
-      ValueError: if that is not what is given, or if the slots are not those of LSTM or
-        GRU(reset="after") with plain gates.
+      ValueError: if that is not what is given, if the slots are not those of LSTM or
+        GRU(reset="after") with plain gates, or if there are heads.
     """
     _check_layers(layers)
+    _check_whole(layers)
     state_dict = {}
     for layer, directions in enumerate(layers):
         for direction, params in directions.items():
@@ -162,6 +163,17 @@ def to_torch(layers: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, np.
                 blocks = [np.asarray(filled[role][s]).T for s in slots]
                 state_dict[name + suffix] = np.concatenate(blocks)
     return state_dict
+
+
+def _check_whole(layers: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+    for directions in layers:
+        for params in directions.values():
+            for slot, kernel in params["recurrent_kernel"].items():
+                if np.ndim(kernel) != 2:
+                    raise ValueError(
+                        "torch has no heads: a recurrent kernel is a matrix there, and that of "
+                        f"{slot!r} is blocks of shape {np.shape(kernel)}."
+                    )
 
 
 def _check_layers(layers: Any) -> None:

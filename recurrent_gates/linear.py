@@ -69,7 +69,7 @@ class _InputGated(Cell):
     @nn.nowrap
     def _gates(self, params: Params, pre: Slots) -> dict[str, jax.Array]:
         """f, i and u from pre-activations by slot, float32 at least."""
-        raise NotImplementedError
+        raise TypeError(f"{type(self).__name__} must define _gates(params, pre).")
 
     @nn.nowrap
     def init_params(self, key: jax.Array, in_features: int) -> dict[str, Any]:

@@ -130,6 +130,8 @@ def _joined(cell: Cell, params: Params, x: jax.ShapeDtypeStruct) -> tuple[_Step,
         getattr(type(cell), name) is not getattr(SlotCell, name) for name in made
     ):
         return None
+    if cell._heads > 1:  # [x, h] is multiplied by whole matrices
+        return None
     dtype = cell.dtype or jnp.result_type(x.dtype, *jax.tree.leaves(params["kernel"]))
     weights = recurrent_weights(cell.products, params)
     bias = linear_project(

@@ -108,6 +108,17 @@ class Claims(rg.MinGRU):
         return rg.HiddenState(h + (h[..., ::-1] if self.mixes else h * h))
 
 
+class Gateless(type(build("mingru")).__base__):
+    """Has no gates."""
+
+
+def test_a_cell_without_gates_is_told_in_one_sentence():
+    cell = Gateless(4)
+    params = cell.init_params(jax.random.key(0), 3)
+    with pytest.raises(TypeError, match=r"^Gateless must define _gates\(params, pre\)\."):
+        rg.unroll(cell, params, jnp.ones((2, 3), jnp.float32))
+
+
 @pytest.mark.parametrize(("mixes", "words"), [(True, "units interact"), (False, "depends on")])
 def test_a_cell_that_is_not_linear_is_found_out(mixes, words, x32):
     with pytest.raises(AssertionError, match=words):

@@ -178,6 +178,27 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(pallas_gato, "on_platform", on_gpu)
 
 
+HEADS = {
+    "lstm": rg.LSTM(6, heads=2, **F64),
+    "um_lstm": rg.CELLS["um_lstm"](12, downsize=2, heads=2, **F64),
+    "ur_gru": rg.CELLS["ur_gru"](9, heads=3, bias_vectors=2, **F64),
+    "gru": rg.GRU(6, heads=3, **F64),
+    "janet": rg.JANET(6, heads=2, **F64),
+}
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_at_a_time(name, gpu, monkeypatch, request):
+    if gpu:
+        request.getfixturevalue("as_on_a_gpu")
+    monkeypatch.setattr(pallas_loop, "MOST_STEPS", 2)
+    cell = HEADS[name]
+    fns = [rg.Detach(0.5), rg.Zoneout(0.4)]
+    how = dict(carry_fns=fns, noise=[noise(STEPS), noise(STEPS, BATCH, cell.features)])
+    compare(cell, valid=VALID, resets=RESETS, reverse=gpu, return_carries="all", **how)
+
+
 @pytest.mark.parametrize("name", ["lstm", "gato2"])
 def test_the_blocks_of_a_gpu(name, as_on_a_gpu):
     compare(
@@ -325,10 +346,11 @@ def test_sums_over_features_are_products_in_a_kernel():
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")  # jax 0.12
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("steps", [9, 33])  # of which a TPU takes 32 at a time
-@pytest.mark.parametrize("name", ["lstm", "or_gru", "gato2"])
+@pytest.mark.parametrize("name", ["lstm", "or_gru", "gato2", "heads"])
 def test_kernels_lower(platform, name, steps, x32):
     """To Triton and to Mosaic: a training step with h-detach, in the widths that they take."""
-    cell = rg.CELLS[name](128)
+    heads = dict(heads=8, dtype=jnp.bfloat16)
+    cell = rg.LSTM(1024, **heads) if name == "heads" else rg.CELLS[name](128)
     field = "r" if name == "gato2" else "h"
     params = jax.eval_shape(lambda key: cell.init_params(key, 4), jax.random.key(0))
 
@@ -336,7 +358,7 @@ def test_kernels_lower(platform, name, steps, x32):
         fns = (rg.Detach(0.5, field=field),)
         return rg.unroll(cell, params, xs, carry_fns=fns, noise=(draws,), backend="pallas")[1].sum()
 
-    xs = jax.ShapeDtypeStruct((steps, 16, 4), jnp.float32)
+    xs = jax.ShapeDtypeStruct((steps, 16, 4), cell.dtype or jnp.float32)
     shapes = xs, jax.ShapeDtypeStruct((steps,), bool)
     gpu = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
     where = AbstractMesh((), (), abstract_device=gpu if platform == "cuda" else None)
@@ -359,14 +381,14 @@ class OwnKeys(rg.CarryFn):
 
 
 class TallWeights(rg.LSTM):
-    """Recurrent weights of three axes."""
+    """Recurrent weights of four axes."""
 
     @property
     def products(self):
         two = super().products
 
         def weights(params):
-            return jax.tree.map(lambda w: w[..., None], two.weights(params))
+            return jax.tree.map(lambda w: w[..., None, None], two.weights(params))
 
         return dataclasses.replace(two, weights=weights)
 
@@ -393,13 +415,20 @@ def test_what_no_kernel_serves_is_refused(x32):
     assert "no keys" in refusal(rg.LSTM(4), carry_fns=[OwnZoneout(0.5)], noise=[keys])
     masks = noise(2, BATCH, 4, 1)
     assert "by step" in refusal(rg.LSTM(4), carry_fns=[rg.Zoneout(0.5)], noise=[masks])
+    for cell in (
+        rg.CELLS["or_gru"](6, heads=2),
+        rg.CELLS["ur_lstm"](4, heads=2),
+        rg.LSTM(6, heads=2, activation=jax.nn.softmax),
+    ):
+        assert "one head at a time" in refusal(cell)
+    assert "one head at a time" in refusal(rg.LSTM(6, heads=2), carry_fns=[Normalised(0.3)])
 
 
 @pytest.mark.parametrize("backend", ["scan", "fused", "pallas"])
-def test_a_weight_of_three_axes_is_an_error_everywhere(backend, x32):
+def test_a_weight_of_four_axes_is_an_error_everywhere(backend, x32):
     cell = TallWeights(4)
     params = cell.init_params(jax.random.key(0), INPUTS)
-    with pytest.raises(ValueError, match=r"matrix \[F, width\] or a vector"):
+    with pytest.raises(ValueError, match=r"matrix \[F, width\], its blocks"):
         rg.unroll(cell, params, jnp.ones((2, BATCH, INPUTS)), backend=backend)
 
 
@@ -410,6 +439,7 @@ def test_what_a_chip_cannot_hold_is_refused_there(monkeypatch, x32):
     on("tpu")
     assert "stay on the chip" in refusal(rg.LSTM(1024))
     assert "4096" in refusal(rg.CELLS["gato2"](8), inputs=128)
+    assert "multiples of 128" in refusal(rg.LSTM(128, heads=2))
     # Products of bfloat16 and float32 are in float32: 700 units are 4 * 700^2 * 4 bytes.
     with jax.numpy_dtype_promotion("standard"):
         assert "7840000 bytes" in refusal(rg.LSTM(700), dtype=jnp.bfloat16)

@@ -107,6 +107,8 @@ def own_settings(cell: rg.Cell) -> dict[str, Any]:
     for name in ("bias_vectors", *_PARTS):
         if name in fields:
             own[name] = getattr(cell, name)
+    if own.get("heads") == 1:
+        own["heads"] = None  # whole matrices, as before there were heads
     gate: Any = getattr(cell, "gate", None)
     if isinstance(gate, rg.Gate):
         if gate.activation == "sigmoid" and gate.bias == "constant" and not gate.master:

@@ -55,7 +55,11 @@ class ModelSettings:
     memory_slots: int | None = setting(
         "slots of a memory (rmc, dnc, rma); those of an RMC share --hidden_size", least=1
     )
-    heads: int | None = setting("attention heads of an RMC", least=1)
+    heads: int | None = setting(
+        "attention heads of an RMC; blocks of the block-diagonal recurrent weights of an LSTM, a "
+        "GRU or a JANET, whose units then read those of their own block, or none",
+        least=1,
+    )
     lambda_: float | None = setting("GATO's decay rate", least=0, below=1)
     embedding: int = setting("width of the token embedding", least=0, needs=("inputs", ("embed",)))
     embedding_dropout: float = setting(

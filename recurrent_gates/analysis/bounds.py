@@ -52,7 +52,12 @@ def lecture_paths(
 
     Returns:
       The two paths and the bound, as log10 of norms.
+
+    Raises:
+      ValueError: if the cell has heads.
     """
+    if cell.heads > 1:
+        raise ValueError(f"The lecture's paths are of one whole matrix, got {cell.heads} heads.")
     run = trajectory(cell, params, xs, carry)
     gates = cell.gates(params, run.before, run.z)
     c, o, f = run.after.c, gates["o"], gates["f"]

@@ -34,6 +34,8 @@ def unsupported(loop: Loop) -> str | None:
         return "cuDNN's LSTM has a forget and a free input gate and no other."
     if gate.activation != "sigmoid" or (cell.activation, cell.output_activation) != (jnp.tanh,) * 2:
         return "cuDNN's LSTM has sigmoid gates and tanh elsewhere."
+    if cell.heads > 1:
+        return "cuDNN's LSTM has no heads."
     if loop.carry_fns:
         return "cuDNN lets nothing act on the carry between two steps."
     if stream.valid is not None or stream.resets is not None:

@@ -161,7 +161,7 @@ def _replays(weights: Weights) -> bool:
     kept is written to fresh memory and read back, and there are more pre-activations than
     carries.
     """
-    return all(matrix.shape[0] <= _REPLAYED for matrix in weights.matrices.values())
+    return all(matrix.shape[-2] <= _REPLAYED for matrix in weights.matrices.values())
 
 
 def _rebuild(loop: Loop, pre: Slots) -> Carry:
@@ -243,7 +243,7 @@ def _skips() -> bool:
 
 
 def _transposed(leaf: jax.Array) -> jax.Array:
-    return leaf.T if leaf.ndim == 2 else leaf
+    return jnp.swapaxes(leaf, -1, -2) if leaf.ndim > 1 else leaf
 
 
 _recurrence.defvjp(_forward, _backward)

@@ -131,6 +131,9 @@ KERNELS = {
         name: (rg.CELLS[name](64), jnp.float32)
         for name in ("ur_lstm", "o_lstm", "or_gru", "om_lstm", "um_janet")
     },
+    "lstm heads": (rg.LSTM(1024, heads=16), jnp.float32),
+    "lstm heads bfloat16": (rg.LSTM(1024, heads=8, **BF16), jnp.bfloat16),
+    "gru heads bfloat16": (rg.GRU(1024, heads=8, **BF16), jnp.bfloat16),
     "gato1": (rg.CELLS["gato1"](1024), jnp.float32),
     "gato2": (rg.CELLS["gato2"](512), jnp.float32),
 }

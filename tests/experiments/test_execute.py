@@ -490,7 +490,7 @@ def test_an_rmc_has_the_slots_and_heads_that_are_asked_for():
     ("settings", "sentence"),
     [
         ({"cell": "rmc", "hidden_size": 30, "memory_slots": 4}, "4 slots do not divide 30"),
-        ({"heads": 2}, "--heads is not for lstm"),
+        ({"cell": "rnn", "heads": 2}, "--heads is not for rnn"),
         ({"curriculum": "steep"}, "--curriculum is one of mix, combine, naive, baseline"),
         ({"program_steps": 9}, "has up to 10 characters, which are more than the encoder reads"),
         ({"length": 1}, "there are 729 such programs, too few"),

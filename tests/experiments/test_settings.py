@@ -333,6 +333,17 @@ def test_a_newer_setting_leaves_default_directories():
     assert tiny(keep_best=True, ties="last").identity()["training.ties"] == "last"
 
 
+@pytest.mark.parametrize("cell", ["lstm", "ur_gru", "janet"])
+def test_recurrent_weights_in_blocks_are_asked_for(cell):
+    plain, blocks = (tiny(cell=cell, hidden_size=12, **heads) for heads in ({}, {"heads": 3}))
+    assert plain.model.heads is None and plain.hash() == tiny(cell=cell, hidden_size=12).hash()
+    assert blocks.hash() != plain.hash()
+    assert (build_cell(plain.model).heads, build_cell(blocks.model).heads) == (1, 3)
+    with pytest.raises(UserError, match="must divide the 12 units") as refusal:
+        build_cell(tiny(cell=cell, hidden_size=12, heads=5).model)
+    assert "\n" not in str(refusal.value)
+
+
 def test_only_h_detachs_copy_keeps_the_last_of_equals():
     """``copying.py`` asks for >=, ``pixelmnist.py`` for >; nobody else says."""
     kept = {

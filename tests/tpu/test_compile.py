@@ -30,6 +30,8 @@ CASES = {
     "lstm": (rg.LSTM(128), 100, 128, 16, jnp.float32),
     "lstm bfloat16": (rg.LSTM(128, dtype=jnp.bfloat16), 100, 128, 16, jnp.bfloat16),
     "gato2": (rg.CELLS["gato2"](512), 64, 256, 2, jnp.float32),
+    "lstm heads": (rg.LSTM(1024, heads=8), 100, 128, 16, jnp.float32),
+    "gru heads": (rg.GRU(1024, heads=8), 100, 128, 16, jnp.float32),
 }
 
 

@@ -14,6 +14,7 @@ On a CPU the kernels are interpreted: exact, and slower than the other backends.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -27,7 +28,7 @@ from recurrent_gates.backends.pallas.gato import (
     padded_features,
     two_layer_increment,
 )
-from recurrent_gates.backends.pallas.recurrence import recurrence, resident
+from recurrent_gates.backends.pallas.recurrence import heads_of, recurrence, resident
 from recurrent_gates.backends.shared import two_layer
 from recurrent_gates.backends.shared.accumulation import (
     feeding,
@@ -38,13 +39,18 @@ from recurrent_gates.backends.shared.accumulation import (
 from recurrent_gates.backends.shared.products import declared, product_loop
 from recurrent_gates.base import Cell
 from recurrent_gates.carry import CarryFn, get_field, set_field
+from recurrent_gates.cells import GRU, JANET, LSTM
 from recurrent_gates.declared import Carry, Slots, inputs_dtype, recurrent_weights
+from recurrent_gates.gates import Gate
 from recurrent_gates.gato import GATO, GatedDecay
 from recurrent_gates.scan import Loop, Segment, with_zeros
 
 # Bytes of recurrent weights that a kernel keeps beside all else: in VMEM, in one SM's registers.
 _RESIDENT = {"tpu": 5 * 2**20, "gpu": 2**17}
 _NO_GATHER = ("TPU v2", "TPU v3", "TPU v4")
+_LANES = 128  # of a TPU, what a block of some columns is a multiple of
+# What surely acts on each unit by itself.
+_POINTWISE = {jnp.tanh, jax.nn.sigmoid, jax.nn.relu, jax.nn.softplus}
 
 
 def unsupported(loop: Loop) -> str | None:
@@ -52,7 +58,7 @@ def unsupported(loop: Loop) -> str | None:
 
     What a chip cannot hold or a compiler cannot shape is refused on that chip alone.
     """
-    carry_fns = loop.carry_fns
+    cell, carry_fns = loop.settings.cell, loop.carry_fns
     reason = fused.unsupported(loop)
     if reason is not None:
         return reason
@@ -70,10 +76,30 @@ def unsupported(loop: Loop) -> str | None:
             fits = leaf.ndim == 1 or leaf.shape[1 : len(batch) + 1] == batch
             if not fits or leaf.ndim > len(batch) + 2:
                 return f"the noise of {type(fn).__name__} is not by step, example and unit."
-    return _does_not_fit(loop, target.platform())
+    weights = jax.eval_shape(functools.partial(recurrent_weights, declared(cell)), loop.params)
+    heads = heads_of(weights)
+    if heads > 1 and not _by_head(cell, heads, carry_fns):
+        return (
+            "its kernels hold one head at a time, where gates and carry functions act on each "
+            "unit by itself."
+        )
+    return _does_not_fit(loop, target.platform(), heads)
 
 
-def _does_not_fit(loop: Loop, platform: str) -> str | None:
+def _by_head(cell: Cell, heads: int, carry_fns: tuple[CarryFn, ...]) -> bool:
+    """Whether nothing but the products joins units, so that a head's step is that of a cell."""
+    if not isinstance(cell, LSTM | GRU) or type(cell) not in (LSTM, GRU, JANET):
+        return False
+    gate = cell.gate
+    if type(gate) is not Gate or gate.activation != "sigmoid":
+        return False
+    if gate.bias == "uniform" and cell.features // heads < 3:  # is no cell
+        return False
+    activations = {cell.activation, getattr(cell, "output_activation", jnp.tanh)}
+    return activations <= _POINTWISE and all(fn.elementwise for fn in carry_fns)
+
+
+def _does_not_fit(loop: Loop, platform: str, heads: int) -> str | None:
     """What keeps a loop from the chips of a platform, in one sentence."""
     if platform not in _RESIDENT:
         return None if platform == "cpu" else f"its kernels are not written for {platform}."
@@ -88,10 +114,13 @@ def _does_not_fit(loop: Loop, platform: str) -> str | None:
     shared = getattr(getattr(cell, "gate", None), "downsize", 1) > 1
     if platform == "tpu" and shared and target.devices()[0].device_kind in _NO_GATHER:
         return "this TPU's kernels cannot hand a master gate to several units."
-    widths = {leaf.shape[-1] for leaf in jax.tree.leaves((loop.carry, weights))}
+    widths = {leaf.shape[-1] for leaf in jax.tree.leaves((weights.matrices, weights.vectors))}
+    widths |= {leaf.shape[-1] // heads for leaf in jax.tree.leaves((loop.carry, weights.biases))}
+    if platform == "tpu" and heads > 1 and any(width % _LANES for width in widths):
+        return f"a TPU's kernels hold heads of multiples of {_LANES}, got {sorted(widths)}."
     if platform == "gpu" and any(width < 16 or width & (width - 1) for width in widths):
         return f"a GPU kernel needs widths that are powers of two from 16, got {sorted(widths)}."
-    size = sum(leaf.size * leaf.dtype.itemsize for leaf in matrices)
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in matrices) // heads
     if size > _RESIDENT[platform]:
         return (
             f"its recurrent weights are {size} bytes and must stay on the chip, "

@@ -76,19 +76,23 @@ def time_loop(
     *,
     reverse: bool,
     elementwise: bool = False,
+    heads: int = 1,
 ) -> tuple[Any, Any]:
     """``lax.scan(lambda c, x: body(shared, rows, c, x), carry, xs)`` as one kernel.
 
     Args:
       body: (shared, rows, carry, x_t) -> (carry, y_t); it must treat rows independently and its
         y_t must be ``[B, width]``.
-      shared: what every row reads at every step; arrays ``[m, n]``, and scalars.
+      shared: what every row reads at every step; arrays ``[m, n]``, and scalars; with heads,
+        ``[N, m, n]``, of which each head has its own.
       rows: what each row reads at every step; arrays ``[B, width]``.
       carry: the state; arrays ``[B, width]``.
       xs: inputs by step; arrays ``[T, B, width]``, and scalars by step ``[T]``.
       reverse: run t from T - 1 to 0.
       elementwise: whether body treats the columns independently and alike, too; all that it
         returns then has as many as the carry, and all that it reads as many or one.
+      heads: N; where it is above 1, body treats N blocks of columns independently and alike, also
+        where it is given one of them alone; nothing has 1 column but what all heads read.
 
     Returns:
       (carry, ys), ys ``[T, B, width]`` with every y at the t of its x.
@@ -104,7 +108,8 @@ def time_loop(
         x_t = jax.tree.map(lambda a, b: a != 0 if b else a, x_t, is_bool)
         return body(shared, rows, carry, x_t)
 
-    call = functools.partial(_time_loop, body=typed, reverse=reverse, elementwise=elementwise)
+    how: Any = dict(reverse=reverse, elementwise=elementwise, heads=heads)
+    call = functools.partial(_time_loop, body=typed, **how)
     return on_platform(call, shared, rows, carry, xs)
 
 
@@ -132,6 +137,7 @@ def _call(
     body: Body,
     reverse: bool,
     elementwise: bool,
+    heads: int,
 ) -> tuple[Any, Any]:
     """The kernel of one platform: a plan of its blocks, and the loop inside of one of them."""
     steps = jax.tree.leaves(xs)[0].shape[0]
@@ -141,8 +147,8 @@ def _call(
     last = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), carry)
 
     ins, out = (shared, rows, carry, xs), (last, ys)
-    plan = _plan(platform, ins, ys, reverse=reverse, elementwise=elementwise)
-    shared = jax.tree.map(lambda a: a if a.ndim == 2 else a.reshape(1), shared)
+    plan = _plan(platform, ins, ys, reverse=reverse, elementwise=elementwise, heads=heads)
+    shared = jax.tree.map(lambda a: a if a.ndim > 1 else a.reshape(1), shared)
     ins = (shared, rows, carry, xs)
     specs = (
         jax.tree.map(plan.shared, shared),
@@ -171,6 +177,7 @@ class _Plan(NamedTuple):
       batch, width, steps: B, the columns of the carry, and T.
       rows, units, chunk: how many of each a block has.
       ahead: steps whose inputs are loaded at once.
+      heads: blocks of columns, each a program's own.
     """
 
     platform: str
@@ -182,6 +189,7 @@ class _Plan(NamedTuple):
     units: int
     chunk: int
     ahead: int
+    heads: int
 
     @property
     def chunks(self) -> int:
@@ -198,11 +206,11 @@ class _Plan(NamedTuple):
         return self.chunks - 1 - i if self.reverse else i
 
     def wide(self, a: Any) -> int:
-        """The columns of an array's block: some units, or all there are."""
-        return self.units if a.shape[-1] == self.width else a.shape[-1]
+        """The columns of an array's block: some units, a head's, or all there are."""
+        return _columns(a, self.width, self.units, self.heads)
 
     def _column(self, a: Any, u: Any) -> Any:
-        return u if a.shape[-1] == self.width else 0
+        return u if self.wide(a) < a.shape[-1] else 0
 
     def _scalars(self) -> pl.BlockSpec:
         """All of a vector of scalars, where the core can index it by a number."""
@@ -210,7 +218,9 @@ class _Plan(NamedTuple):
         return pl.BlockSpec(memory_space=pltpu.SMEM) if smem else pl.BlockSpec()
 
     def shared(self, a: Any) -> pl.BlockSpec:
-        """The block of what every row reads: ``[m, n]``, or one scalar."""
+        """The block of what every row reads: ``[m, n]``, a head's of them, or one scalar."""
+        if a.ndim == 3:
+            return pl.BlockSpec((None, *a.shape[1:]), lambda b, u, i: (u, 0, 0))
         if a.ndim != 2:
             return self._scalars()
         return pl.BlockSpec((a.shape[0], self.wide(a)), lambda b, u, i: (0, self._column(a, u)))
@@ -230,22 +240,35 @@ class _Plan(NamedTuple):
 
     def held(self, shared: Any) -> int:
         """Bytes of matrices that a program holds."""
-        matrices = [a for a in jax.tree.leaves(shared) if a.ndim == 2]
-        return sum(a.shape[0] * self.wide(a) * a.dtype.itemsize for a in matrices)
+        matrices = [a for a in jax.tree.leaves(shared) if a.ndim > 1]
+        wide = [a.shape[-1] if a.ndim == 3 else self.wide(a) for a in matrices]
+        sizes = zip(matrices, wide, strict=True)
+        return sum(a.shape[-2] * columns * a.dtype.itemsize for a, columns in sizes)
 
 
-def _plan(platform: str, ins: Any, ys: Any, *, reverse: bool, elementwise: bool) -> _Plan:
+def _columns(a: Any, width: int, units: int, heads: int) -> int:
+    """The columns of an array's block, where a block of the carry has some units of its width."""
+    columns: int = a.shape[-1]
+    if heads > 1:
+        return columns // heads if columns > 1 else 1
+    return units if columns == width else columns
+
+
+def _plan(
+    platform: str, ins: Any, ys: Any, *, reverse: bool, elementwise: bool, heads: int
+) -> _Plan:
     shared, rows, carry, xs = ins
     batch, width = jax.tree.leaves(carry)[0].shape
     steps = jax.tree.leaves(xs)[0].shape[0]
-    units, ahead = width, 1
+    units, ahead = width // heads, 1
     if platform == "cuda":
         block, chunk = _gpu_rows(shared), steps
         if elementwise:
             units, ahead = math.gcd(width, GPU_UNITS), GPU_AHEAD
     else:
-        block, chunk = _tpu_blocks(shared, (rows, carry, carry), (xs, ys), batch, steps)
-    return _Plan(platform, reverse, batch, width, steps, block, units, chunk, ahead)
+        wide = functools.partial(_columns, width=width, units=units, heads=heads)
+        block, chunk = _tpu_blocks(shared, (rows, carry, carry), (xs, ys), batch, steps, wide)
+    return _Plan(platform, reverse, batch, width, steps, block, units, chunk, ahead, heads)
 
 
 def _kernel(plan: _Plan, body: Body, structure: Any) -> Callable[..., None]:
@@ -266,7 +289,7 @@ def _kernel(plan: _Plan, body: Body, structure: Any) -> Callable[..., None]:
         def _() -> None:
             jax.tree.map(_copy, last_ref, carry_ref)
 
-        shared = jax.tree.map(lambda ref: ref[...] if len(ref.shape) == 2 else ref[0], shared_ref)
+        shared = jax.tree.map(lambda ref: ref[...] if len(ref.shape) > 1 else ref[0], shared_ref)
         rows = jax.tree.map(lambda ref: ref[...], rows_ref)
         count = chunk if steps % chunk == 0 else jnp.minimum(chunk, steps - i * chunk)
         ready = in_kernel(body)
@@ -297,7 +320,8 @@ def _kernel(plan: _Plan, body: Body, structure: Any) -> Callable[..., None]:
 
 
 def _gpu_rows(shared: Any) -> int:
-    return GPU_ROWS if any(a.ndim == 2 and a.shape[0] > 1 for a in jax.tree.leaves(shared)) else 1
+    multiplied = any(a.ndim > 1 and a.shape[-2] > 1 for a in jax.tree.leaves(shared))
+    return GPU_ROWS if multiplied else 1
 
 
 def _copy(to: Any, from_: Any) -> None:
@@ -324,19 +348,19 @@ def padded_bytes(rows: int, columns: int, dtype: Any) -> int:
     return -(-rows // tall) * tall * -(-columns // 128) * 128 * size
 
 
-def _tpu_blocks(shared: Any, fixed: Any, by_time: Any, batch: int, steps: int) -> tuple[int, int]:
+def _tpu_blocks(
+    shared: Any, fixed: Any, by_time: Any, batch: int, steps: int, wide: Callable[[Any], int]
+) -> tuple[int, int]:
     """Rows and steps per block that fit on the chip, each block being held twice."""
-    matrices = [a for a in jax.tree.leaves(shared) if a.ndim == 2]
-    resident = sum(padded_bytes(a.shape[0], a.shape[1], a.dtype) for a in matrices)
+    matrices = [a for a in jax.tree.leaves(shared) if a.ndim > 1]
+    resident = sum(padded_bytes(a.shape[-2], a.shape[-1], a.dtype) for a in matrices)
 
     def room(block: int) -> float:
         """How many steps fit beside what stays."""
 
         def total(tree: Any) -> int:
             return sum(
-                padded_bytes(block, a.shape[-1], a.dtype)
-                for a in jax.tree.leaves(tree)
-                if a.ndim > 1
+                padded_bytes(block, wide(a), a.dtype) for a in jax.tree.leaves(tree) if a.ndim > 1
             )
 
         return (ON_CHIP / 2 - resident - total(fixed)) / total(by_time)

@@ -56,6 +56,7 @@ def _forward(elementwise: bool, loop: Loop) -> tuple[tuple[Carry, Carry], Residu
         (loop.xs, loop.stream),
         reverse=loop.settings.reverse,
         elementwise=elementwise,
+        heads=heads_of(loop.params),
     )
     return (last, carries), residuals(loop, carries, pre)
 
@@ -86,6 +87,7 @@ def _backward(elementwise: bool, kept: Residuals, cotangents: tuple[Carry, Carry
         (before, kept.pre, loop.xs, loop.stream, d_carries),
         reverse=not reverse,
         elementwise=elementwise,
+        heads=heads_of(loop.params),
     )
     d_weights, d_inputs = gradients(kept, before, d_pre, d_apart)
     d_loop = loop.replace(params=d_weights, xs=d_inputs, carry=d_carry)
@@ -94,6 +96,11 @@ def _backward(elementwise: bool, kept: Residuals, cotangents: tuple[Carry, Carry
 
 
 recurrence.defvjp(_forward, _backward)
+
+
+def heads_of(weights: Weights) -> int:
+    """N, the heads of block-diagonal matrices, or 1."""
+    return max((w.shape[0] for w in weights.matrices.values() if w.ndim == 3), default=1)
 
 
 def resident(weights: Weights, dtype: Any) -> Weights:

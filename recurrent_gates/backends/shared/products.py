@@ -104,8 +104,8 @@ class Merged(NamedTuple):
     """Recurrent matrices of slots that read one vector, as one matrix.
 
     Attributes:
-      slots: the widths of the slots, in the order of the columns.
-      weights: ``[F, sum of widths]``.
+      slots: the widths of the slots in a block, in the order of the columns.
+      weights: ``[F, sum of widths]``, or the blocks ``[N, F/N, sum of widths]``.
     """
 
     slots: dict[str, int]
@@ -128,10 +128,12 @@ def merges(loop: Loop) -> bool:
     if backend != "cpu" or loop.symbolic:
         return backend == "gpu"
     rows = math.prod(jax.tree.leaves(loop.carry)[0].shape[:-1])
-    width = max((matrix.shape[0] for matrix in loop.params.matrices.values()), default=0)
+    largest = max(loop.params.matrices.values(), key=lambda m: m.shape[-2], default=None)
+    width = 0 if largest is None else largest.shape[-2]
     if rows == 1 or width <= _FEW_FEATURES:
         return True
-    work = rows * width**2
+    assert largest is not None
+    work = rows * width**2 * math.prod(largest.shape[:-2])
     return target.device_count() == 1 and rows >= _SPLIT_ROWS and _LEAST_WORK <= work <= _ONE_THREAD
 
 
@@ -158,14 +160,14 @@ def merged_products(loop: Loop, dtype: Any) -> tuple[Merged, ...]:
 
     jax.eval_shape(update, loop.carry, inputs)
     kernels = loop.params.matrices
-    groups: dict[int, list[str]] = {}
+    groups: dict[Any, list[str]] = {}
     for slot, x in read:
         if slot in kernels:
-            groups.setdefault(id(x), []).append(slot)
+            groups.setdefault((id(x), kernels[slot].shape[:-1]), []).append(slot)
     return tuple(
         Merged(
-            {slot: kernels[slot].shape[1] for slot in slots},
-            jnp.concatenate([kernels[slot].astype(dtype) for slot in slots], axis=1),
+            {slot: kernels[slot].shape[-1] for slot in slots},
+            jnp.concatenate([kernels[slot].astype(dtype) for slot in slots], axis=-1),
         )
         for slots in groups.values()
         if len(slots) > 1
@@ -182,8 +184,11 @@ def step_product(weights: Weights, merged: Sequence[Merged] = ()) -> SlotProduct
             return product_of(weights, slot, x, dtype)
         if slot not in done:
             out = matrix_product(x, group.weights, dtype)
-            widths = list(itertools.accumulate(group.slots.values()))[:-1]
-            done.update(zip(group.slots, jnp.split(out, widths, axis=-1), strict=True))
+            heads, batch = group.weights.shape[:-2], x.shape[:-1]
+            widths = list(itertools.accumulate(group.slots.values()))
+            parts = jnp.split(out.reshape(*batch, *heads, widths[-1]), widths[:-1], axis=-1)
+            for name, part in zip(group.slots, parts, strict=True):
+                done[name] = part.reshape(*batch, math.prod(heads) * part.shape[-1])
         return with_bias(weights, slot, done[slot])
 
     return product

@@ -46,6 +46,7 @@ from recurrent_gates.memory import DNC, RMA, RMC, DNCState, RMAOutput, RMAState,
 from recurrent_gates.registry import CELLS, UnknownCellError
 from recurrent_gates.scan import Backend, unroll
 from recurrent_gates.serving import Stepper, stepper
+from recurrent_gates.slstm import SLSTM, SLSTMState, slstm_step
 from recurrent_gates.version import __version__
 
 if typing.TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__'s names
@@ -73,6 +74,7 @@ __all__ = [
     "RMA",
     "RMC",
     "RNN",
+    "SLSTM",
     "Backend",
     "CarryFn",
     "Cell",
@@ -95,6 +97,7 @@ __all__ = [
     "RMAOutput",
     "RMAState",
     "RMCState",
+    "SLSTMState",
     "SlotCell",
     "SlotMap",
     "Stack",
@@ -118,6 +121,7 @@ __all__ = [
     "linear_project",
     "lstm_step",
     "refine",
+    "slstm_step",
     "stepper",
     "to_torch",
     "trainable_mask",

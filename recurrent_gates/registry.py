@@ -15,6 +15,7 @@ from recurrent_gates.gato import GATO, GatedDecay, GATOMap, OneLayer, TwoLayer
 from recurrent_gates.gru_d import GRUD
 from recurrent_gates.linear import LRU, RGLRU, MinGRU, MinLSTM
 from recurrent_gates.memory import DNC, RMA, RMC
+from recurrent_gates.slstm import SLSTM
 
 
 class UnknownCellError(KeyError):
@@ -82,6 +83,7 @@ def _registry() -> _Registry:
         "minlstm": functools.partial(_gated, MinLSTM, MinLSTM.gate),
         "rg_lru": functools.partial(_gated, RGLRU, RGLRU.gate),
         "lru": LRU,
+        "slstm": SLSTM,
     }
     memories: dict[str, Callable[..., Cell]] = {"rmc": RMC, "dnc": DNC, "rma": RMA}
     for family, cell in memories.items():
@@ -106,7 +108,7 @@ CELLS = _registry()
 """Name -> factory ``(features, **fields) -> Cell``.
 
 ``lstm gru gru_d janet rnn exploding gato gato1 gato2 ur_gato or_gato on_lstm mingru minlstm rg_lru
-lru rmc dnc rma`` and ``{c,u,o,r,ur,cr,or,om,um,cm}_`` times ``{lstm,gru,janet,mingru,minlstm,
+lru slstm rmc dnc rma`` and ``{c,u,o,r,ur,cr,or,om,um,cm}_`` times ``{lstm,gru,janet,mingru,minlstm,
 rg_lru,rmc,dnc,rma}``; every gated GRU resets before the product, as the later code of UR-gates'
 authors does: the paper prints no GRU equations.
 Gated factories also take the gate's ``forget_bias downsize tmax bias_mode refine_bias``;

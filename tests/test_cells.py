@@ -109,7 +109,7 @@ def test_the_registry_holds_the_papers_cells():
     memories = {"rmc": rg.RMC, "dnc": rg.DNC, "rma": rg.RMA}
     gated = {f"{gate}_{family}" for gate in GATES for family in memories}
     linear = {name for name in rg.CELLS if rg.CELLS[name](FEATURES).linear}  # tests/test_linear.py
-    assert set(rg.CELLS) == {*NAMES, *memories, *gated, *linear, "ur_gato", "or_gato"}
+    assert set(rg.CELLS) == {*NAMES, *memories, *gated, *linear, "ur_gato", "or_gato", "slstm"}
     for family, cell in memories.items():
         assert rg.CELLS[family](FEATURES) == cell(FEATURES)
         for gate in GATES:

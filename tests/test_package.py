@@ -26,7 +26,7 @@ ORDER = (
     {"declared", "initializers", "carry", "pointwise"},
     {"gates", "mixing"},
     {"base"},
-    {"gato", "gru_d", "scan"},
+    {"gato", "gru_d", "scan", "slstm"},
     {
         "cells",
         "linear",

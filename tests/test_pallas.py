@@ -183,7 +183,7 @@ HEADS = {
     "um_lstm": rg.CELLS["um_lstm"](12, downsize=2, heads=2, **F64),
     "ur_gru": rg.CELLS["ur_gru"](9, heads=3, bias_vectors=2, **F64),
     "gru": rg.GRU(6, heads=3, **F64),
-    "janet": rg.JANET(6, heads=2, **F64),
+    "slstm": rg.SLSTM(6, heads=2, **F64),
 }
 
 

@@ -57,7 +57,7 @@ class ModelSettings:
     )
     heads: int | None = setting(
         "attention heads of an RMC; blocks of the block-diagonal recurrent weights of an LSTM, a "
-        "GRU or a JANET, whose units then read those of their own block, or none",
+        "GRU, a JANET or an sLSTM, whose units then read those of their own block, or none",
         least=1,
     )
     lambda_: float | None = setting("GATO's decay rate", least=0, below=1)

@@ -44,6 +44,7 @@ from recurrent_gates.declared import Carry, Slots, inputs_dtype, recurrent_weigh
 from recurrent_gates.gates import Gate
 from recurrent_gates.gato import GATO, GatedDecay
 from recurrent_gates.scan import Loop, Segment, with_zeros
+from recurrent_gates.slstm import SLSTM
 
 # Bytes of recurrent weights that a kernel keeps beside all else: in VMEM, in one SM's registers.
 _RESIDENT = {"tpu": 5 * 2**20, "gpu": 2**17}
@@ -88,6 +89,10 @@ def unsupported(loop: Loop) -> str | None:
 
 def _by_head(cell: Cell, heads: int, carry_fns: tuple[CarryFn, ...]) -> bool:
     """Whether nothing but the products joins units, so that a head's step is that of a cell."""
+    if not all(fn.elementwise for fn in carry_fns):
+        return False
+    if type(cell) is SLSTM:
+        return True
     if not isinstance(cell, LSTM | GRU) or type(cell) not in (LSTM, GRU, JANET):
         return False
     gate = cell.gate
@@ -96,7 +101,7 @@ def _by_head(cell: Cell, heads: int, carry_fns: tuple[CarryFn, ...]) -> bool:
     if gate.bias == "uniform" and cell.features // heads < 3:  # is no cell
         return False
     activations = {cell.activation, getattr(cell, "output_activation", jnp.tanh)}
-    return activations <= _POINTWISE and all(fn.elementwise for fn in carry_fns)
+    return activations <= _POINTWISE
 
 
 def _does_not_fit(loop: Loop, platform: str, heads: int) -> str | None:

@@ -24,7 +24,10 @@ from benchmarks.work import Contender, Size, check_equal
 # gradient has T * B terms); a product in TF32 or bfloat16 has 10 or 8 bits.
 TOLERANCE = {"float32": 2e-4, "tf32": 2e-2, "bfloat16": 1e-1}
 
-PACKAGES = ("recurrent_gates", "jax", "jaxlib", "flax", "torch", "dm-haiku", "flashrnn", "numpy")
+PACKAGES = (
+    *("recurrent_gates", "jax", "jaxlib", "flax", "torch", "dm-haiku", "equinox", "memax"),
+    *("flashrnn", "numpy"),
+)
 
 
 def measure(
@@ -58,7 +61,7 @@ def measure(
     alone = summary([seconds(our_side.train) for _ in range(1 + max(2, repeats // 3))][1:])
 
     peer, _, cell = other.rpartition(".")
-    theirs = Contender.parse(cell)
+    theirs = PEERS[peer].contender(cell) if peer else Contender.parse(cell)
     other_side = (PEERS[peer].build if peer else ours.side)(theirs, shape, dtype)
     errors = {
         "ours": check(str(mine), our_side, mine, shape, dtype, tolerance),
@@ -67,7 +70,8 @@ def measure(
     return {
         "contender": contender,
         "other": other,
-        "same_equations": (mine.cell, mine.detach) == (theirs.cell, theirs.detach),
+        "same_equations": (mine.cell, mine.detach, mine.form)
+        == (theirs.cell, theirs.detach, theirs.form),
         "size": dict(zip(Size._fields, shape, strict=True)),
         "dtype": dtype,
         "tf32": tf32,

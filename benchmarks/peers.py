@@ -6,8 +6,10 @@ layout; the numbers are put into ours for the comparison of values.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +31,7 @@ class Peer(NamedTuple):
       build: (contender, size, dtype) -> its side.
       gpu_only: whether it needs an NVIDIA GPU.
       dtypes: that it can compute in.
+      forms: by cell its name in ``FORMS``, where its equations are not those of ours.
     """
 
     package: str
@@ -36,6 +39,12 @@ class Peer(NamedTuple):
     build: Callable[[Contender, Size, str], Side]
     gpu_only: bool = False
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    forms: Mapping[str, str] = MappingProxyType({})
+
+    def contender(self, text: str) -> Contender:
+        """What its side is a form of: a contender of ours, with its own equations."""
+        contender = Contender.parse(text)
+        return dataclasses.replace(contender, form=self.forms.get(contender.cell, ""))
 
     def missing(self, platform: str, dtype: str) -> str | None:
         """Why it cannot be run here, or None."""
@@ -164,16 +173,27 @@ def flax_side(contender: Contender, size: Size, dtype: str) -> Side:
 
 
 def haiku_side(contender: Contender, size: Size, dtype: str) -> Side:
-    """``haiku.dynamic_unroll`` of ``haiku.LSTM``; its forget gate adds 1 by itself."""
+    """``haiku.dynamic_unroll`` of ``haiku.LSTM`` or ``haiku.GRU``.
+
+    The LSTM's forget gate adds 1 by itself; the GRU resets before the product, and its z is 1 - f.
+    """
     import haiku as hk
 
+    layer = {"lstm": hk.LSTM, "gru": hk.GRU}[contender.cell]
+
     def unroll(xs: jax.Array, state: Any) -> jax.Array:
-        return hk.dynamic_unroll(hk.LSTM(size.features), xs, state)[0]
+        return hk.dynamic_unroll(layer(size.features), xs, state)[0]
 
     apply = hk.without_apply_rng(hk.transform(unroll)).apply
 
     def run(params: Any, xs: jax.Array, carry: Any, noise: Any) -> jax.Array:
         del noise
+        slots: tuple[str, ...] = ("f", "reset", "u")
+        if contender.cell == "gru":
+            whole = _other_gate(params)
+            names = (("w_i", "kernel"), ("w_h", "recurrent_kernel"), ("b", "bias"))
+            own = {"gru": {name: _packed(whole, slots, role) for name, role in names}}
+            return apply(own, xs, carry.h)
         slots = ("i", "u", "f", "o")
         kernels = [_packed(params, slots, role) for role in ("kernel", "recurrent_kernel")]
         bias = _packed(params, slots, "bias") + _packed(params, slots, "recurrent_bias")
@@ -181,7 +201,105 @@ def haiku_side(contender: Contender, size: Size, dtype: str) -> Side:
         own = {"lstm/linear": {"w": jnp.concatenate(kernels), "b": bias}}
         return apply(own, xs, hk.LSTMState(carry.h, carry.c))
 
-    return _in_jax(contender, size, dtype, run, "haiku.dynamic_unroll(haiku.LSTM)")
+    return _in_jax(contender, size, dtype, run, f"haiku.dynamic_unroll(haiku.{layer.__name__})")
+
+
+def _other_gate(params: Any) -> Any:
+    """A GRU's parameters with one bias, and for the gate of the new content, 1 - f."""
+    roles = {
+        "kernel": params["kernel"],
+        "recurrent_kernel": params["recurrent_kernel"],
+        "bias": jax.tree.map(jnp.add, params["bias"], params["recurrent_bias"]),
+    }
+    return {role: {**slots, "f": -slots["f"]} for role, slots in roles.items()}
+
+
+# Equinox, and memax, which is made of it
+
+
+def _scanned(cell: Any, state: Any, xs: jax.Array) -> jax.Array:
+    """h of all steps, of a cell that is one example's: the scan over time of a vmap."""
+
+    def body(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        state = jax.vmap(cell)(x, state)
+        return state, state[0] if isinstance(state, tuple) else state
+
+    return jax.lax.scan(body, state, xs)[1]
+
+
+_EQUINOX = {"lstm": ("i", "f", "u", "o"), "gru": ("reset", "f", "u")}  # its order of slots
+
+
+def equinox_side(contender: Contender, size: Size, dtype: str) -> Side:
+    """``equinox.nn.LSTMCell`` or ``equinox.nn.GRUCell`` as its guide has it: vmap in a scan."""
+    import equinox as eqx
+
+    layer = {"lstm": eqx.nn.LSTMCell, "gru": eqx.nn.GRUCell}[contender.cell]
+    start = layer(size.inputs, size.features, key=jax.random.key(0))
+
+    def run(params: Any, xs: jax.Array, carry: Any, noise: Any) -> jax.Array:
+        del noise
+        roles, slots = ("kernel", "recurrent_kernel"), _EQUINOX[contender.cell]
+        if contender.cell == "lstm":
+            bias = _packed(params, slots, "bias") + _packed(params, slots, "recurrent_bias")
+            weights = [*(_packed(params, slots, role).T for role in roles), bias]
+            cell = eqx.tree_at(lambda c: [c.weight_ih, c.weight_hh, c.bias], start, weights)
+            return _scanned(cell, (carry.h, carry.c), xs)
+        second = params["recurrent_bias"]
+        # The candidate's second bias is inside of the reset gate's product.
+        outside = {**second, "u": jnp.zeros_like(second["u"])}
+        bias = _packed(params, slots, "bias") + _packed({"b": outside}, slots, "b")
+        weights = [*(_packed(params, slots, role).T for role in roles), bias, second["u"]]
+        cell = eqx.tree_at(lambda c: [c.weight_ih, c.weight_hh, c.bias, c.bias_n], start, weights)
+        return _scanned(cell, carry.h, xs)
+
+    return _in_jax(contender, size, dtype, run, f"equinox.nn.{layer.__name__}")
+
+
+def memax_side(contender: Contender, size: Size, dtype: str) -> Side:
+    """memax's LSTM or GRU by its own scan, vmapped over examples.
+
+    Its cells read as many inputs as they have units; their input maps are given ours.
+    """
+    import equinox as eqx
+    import jaxtyping
+
+    jaxtyping.config.update("jaxtyping_disable", True)  # it would hold D to be F
+    from memax.equinox.scans import set_action_scan
+    from memax.equinox.set_actions.gru import GRUMagma
+    from memax.equinox.set_actions.lstm import LSTMMagma
+
+    lstm = contender.cell == "lstm"
+    start = (LSTMMagma if lstm else GRUMagma)(size.features, jax.random.key(0))
+    names = {"f": "f", "i": "i", "o": "o", "u": "c"} if lstm else {"f": "z", "reset": "r", "u": "h"}
+
+    def run(params: Any, xs: jax.Array, carry: Any, noise: Any) -> jax.Array:
+        del noise
+        both = jax.tree.map(jnp.add, params["bias"], params["recurrent_bias"])
+        whole = {**params, "bias": both} if lstm else _other_gate(params)
+        cell: Any = start
+        for slot, name in names.items():
+            weights = [whole[role][slot].T for role in ("kernel", "recurrent_kernel")]
+            cell = eqx.tree_at(
+                lambda c, n=name: [
+                    getattr(c, f"W_{n}").weight,
+                    getattr(c, f"U_{n}").weight,
+                    getattr(c, f"W_{n}").bias,
+                ],
+                cell,
+                [*weights, whole["bias"][slot]],
+            )
+
+        def one(state: Any, xs: jax.Array) -> jax.Array:
+            if lstm:  # its inputs have the state's structure
+                return set_action_scan(cell, state, (xs, xs))[1]
+            return set_action_scan(cell, state, xs)
+
+        state = tuple(carry) if lstm else carry.h
+        ys: jax.Array = jax.vmap(one, in_axes=(0, 1), out_axes=1)(state, xs)
+        return ys
+
+    return _in_jax(contender, size, dtype, run, f"memax.{type(start).__name__}")
 
 
 def jax_side(contender: Contender, size: Size, dtype: str) -> Side:
@@ -287,7 +405,15 @@ def flashrnn_side(contender: Contender, size: Size, dtype: str) -> Side:
 PEERS = {
     "torch": Peer("torch", ("lstm", "gru", *memory_peers.CELLS), torch_side),
     "flax": Peer("flax", ("lstm", "gru"), flax_side),
-    "haiku": Peer("haiku", ("lstm",), haiku_side),
+    "haiku": Peer("haiku", ("lstm", "gru"), haiku_side, forms={"gru": "reset before"}),
+    "equinox": Peer("equinox", ("lstm", "gru"), equinox_side, dtypes=("float32",)),
+    "memax": Peer(
+        "memax",
+        ("lstm", "gru"),
+        memax_side,
+        dtypes=("float32",),
+        forms={"lstm": "plain output", "gru": "reset before"},
+    ),
     "jax": Peer("jax", ("lstm",), jax_side, gpu_only=True, dtypes=("float32",)),
     "flashrnn": Peer("flashrnn", ("lstm",), flashrnn_side, gpu_only=True, dtypes=("bfloat16",)),
 }

@@ -5,6 +5,9 @@ values and gradients are checked, and forward pass and train step are timed in t
 A train step is the forward pass and the gradient of sum(ys * cotangent) with respect to
 parameters, inputs and initial carry. The ratio is the other side's time over ours, so above 1 we
 are faster; it is the median over pairs of neighbouring runs, with quartiles.
+
+``--random=N --draw=SEED`` asks for N sizes that are drawn at random, each beside the best of all
+peers that are installed (``draws``).
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from absl import flags
 from absl.flags import FlagValues
 
 import recurrent_gates as rg
-from benchmarks import process, speed_report
+from benchmarks import draws, process, speed_report
 from benchmarks.command import fail, parse, save, say
 from benchmarks.peers import PEERS
 from benchmarks.work import Contender, Size
@@ -75,6 +78,11 @@ def define(values: FlagValues) -> None:
     text("cells", "ours, each cell[/backend][+detachP][*lanes]")
     text("sizes", "B,T,D,F; several with a semicolon between")
     text("peers", f"what each is compared with: {', '.join(PEERS)}, a backend, a cell of ours")
+    for name, least, meaning in (
+        ("random", 1, "so many sizes drawn at random, each beside the best of the peers"),
+        ("draw", 0, "the seed of the random sizes (default: 0)"),
+    ):
+        flags.DEFINE_integer(name, None, meaning, least, flag_values=values)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of both", flag_values=values)
     for name, meaning in (
         ("tf32", "let float32 products on a GPU use TF32, on both sides"),
@@ -148,11 +156,24 @@ def plan(options: dict[str, Any], platform: str) -> list[Comparison]:
     return comparisons(groups)
 
 
+def _check_random(options: dict[str, Any]) -> None:
+    """Ends the program on a flag that has no effect; fills in the seed."""
+    if options["random"] is None and options["draw"] is not None:
+        fail("speed", "--draw has no effect without --random.")
+    for name in ("sizes", "floor"):
+        if options["random"] is not None and options[name]:
+            fail("speed", f"--{name} has no effect with --random.")
+    options["draw"] = options["draw"] or 0
+
+
 def main(argv: Sequence[str]) -> int:
     """The program; returns its exit status: 1 if a comparison failed."""
     options = parse("speed", define, argv)
+    _check_random(options)
     settings = {"dtype": options["dtype"], "tf32": options["tf32"]}
     machine = process.call("benchmarks.pair.machine", settings, options["devices"])
+    if options["random"] is not None:
+        return draws.run(options, machine)
     try:
         rows = plan(options, machine["platform"])
     except ValueError as error:

@@ -16,6 +16,17 @@ import recurrent_gates as rg
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
+def _identity(x: jax.Array) -> jax.Array:
+    return x
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "reset before": {"reset": "before"},  # a GRU's, as Cho et al. print it
+    "plain output": {"output_activation": _identity},  # an LSTM's h = o * c
+}
+"""Other equations of a cell, that a peer has: the settings that make it so."""
+
+
 class Size(NamedTuple):
     """B, T, D and F."""
 
@@ -34,12 +45,14 @@ class Contender:
       backend: how the recurrence is computed.
       detach: the probability of h-detach, one draw a step for the whole batch.
       lanes: independent copies (seeds) under one vmap; 1 is without vmap.
+      form: a name in ``FORMS``, for other equations; it is a peer's and never written.
     """
 
     cell: str
     backend: str = "auto"
     detach: float = 0.0
     lanes: int = 1
+    form: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Contender:
@@ -74,6 +87,7 @@ class Contender:
         settings: dict[str, Any] = {"dtype": DTYPES[dtype]}
         if self.cell in ("lstm", "gru"):
             settings["bias_vectors"] = 2
+        settings |= FORMS.get(self.form, {})
         return rg.CELLS[self.cell](features, **settings)
 
     def carry_fns(self) -> tuple[rg.CarryFn, ...]:

@@ -44,7 +44,8 @@ def test_a_wrong_size_is_refused(text):
     [
         ("lstm", "torch", "torch.lstm"),
         ("gru/scan", "flax", "flax.gru"),
-        ("gru", "haiku", None),  # it has another GRU
+        ("gru", "haiku", "haiku.gru"),
+        ("gru+detach0.5", "haiku", None),
         ("ur_lstm", "torch", "torch.lstm"),
         ("ur_lstm", "flax", None),
         ("lstm+detach0.5", "torch", "torch.lstm"),  # forward and backward are not the same work
@@ -252,11 +253,16 @@ def test_a_floor_is_the_larger_of_two_times():
         ("--repeats=0", "repeats"),
         ("--size=1,2,3,4", "Unknown command line flag 'size'"),
         ("more", "There is no argument 'more'"),
+        ("--random=0", "random"),
+        ("--draw=1", "--draw has no effect without --random"),
+        ("--random=1 --sizes=1,2,3,4", "--sizes has no effect with --random"),
+        ("--random=1 --peers=flax,scan", "got scan"),
+        ("--random=1 --cells=lstn", "There is no cell 'lstn'"),
     ],
 )
 def test_a_wrong_flag_ends_with_a_sentence(in_process, capsys, flag, sentence):
     with pytest.raises(SystemExit) as end:
-        speed.main(["speed", flag])
+        speed.main(["speed", *flag.split()])
     assert end.value.code == 2
     assert sentence in capsys.readouterr().err
 

@@ -90,6 +90,7 @@ class Settings(NamedTuple):
       keep_carries: whether the carries of all steps are asked for.
       keep: whether chunks keep for the backward pass what a backend has marked with ``kept``;
         the rest of a chunk is always computed again.
+      by_lengths: whether the valid steps of each example are its first.
     """
 
     cell: Cell
@@ -98,6 +99,7 @@ class Settings(NamedTuple):
     unroll: int = 1
     keep_carries: bool = False
     keep: bool = False
+    by_lengths: bool = False
 
 
 class Loop(struct.PyTreeNode):
@@ -296,6 +298,7 @@ def unroll(
     unroll = checks.whole_number("unroll is a number of steps", unroll)
     if remat is not None:
         remat = checks.whole_number("remat is a chunk length in steps", remat)
+    by_lengths = lengths is not None
     valid = _resolve_valid(lengths, valid, shape)
     resets = checks.mask("resets", resets, shape[0], shape[1:])
     carry_fns = checks.carry_fns(carry_fns, CarryFn)
@@ -310,7 +313,9 @@ def unroll(
 
     xs = with_zeros(valid, xs)  # NaN in padding must not reach project
     keep = return_carries == "all"
-    settings = Settings(cell, len(shape) - 1, reverse, unroll, keep_carries=keep)
+    settings = Settings(
+        cell, len(shape) - 1, reverse, unroll, keep_carries=keep, by_lengths=by_lengths
+    )
     stream = Stream(valid, resets, noise)
     loop = Loop(settings, params, xs, carry, reset_carry, carry_fns, stream)
     out = _run(loop, _backend(backend), remat, empty=0 in shape)

@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
 from jax.experimental import rnn
 
 import recurrent_gates as rg
@@ -81,6 +82,44 @@ def test_it_is_the_scan(gpu, name, reverse):
     assert_close(got, step(cell, *arrays, reverse=reverse, backend="scan"), TOLERANCE)
 
 
+@pytest.mark.parametrize("remat", [None, 4])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_lengths(gpu, reverse, remat):
+    """An empty sequence keeps its carry, emits zeros and has no part in any gradient."""
+    cell = CELLS["two_biases"]
+    params, xs, *rest = case(cell)
+    xs = xs.at[3:, 2].set(jnp.nan)
+    how = dict(lengths=jnp.array([STEPS, 0, 3]), reverse=reverse)
+    got = step(cell, params, xs, *rest, remat=remat, backend="cudnn", **how)
+    assert_close(got, step(cell, params, xs, *rest, backend="scan", **how), TOLERANCE)
+
+
+def test_layers_and_both_directions(gpu):
+    """A bidirectional layer below another one, with lengths, as people write it."""
+    lengths, xs = jnp.array([STEPS, 2, 5]), case(CELLS["plain"])[1]
+
+    def results(backend):
+        how = dict(time_major=True, backend=backend)
+        each = [rg.RNN(rg.LSTM(FEATURES), **how) for _ in range(2)]
+        both = nn.Bidirectional(*each, time_major=True)
+        above = rg.Stack([rg.LSTM(FEATURES) for _ in range(2)], **how)
+
+        def run(params, xs):
+            ys = both.apply({"params": params[0]}, xs, seq_lengths=lengths)
+            return above.apply({"params": params[1]}, ys, seq_lengths=lengths)
+
+        wide = jnp.zeros((STEPS, BATCH, 2 * FEATURES))
+        shapes = [
+            jax.eval_shape(model.init, jax.random.key(0), inputs)["params"]
+            for model, inputs in ((both, xs), (above, wide))
+        ]
+        params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), randomize(shapes, 7))
+        out, pullback = jax.vjp(run, params, xs)
+        return out, pullback(jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape))
+
+    assert_close(results("cudnn"), results("scan"), TOLERANCE)
+
+
 def test_lanes_and_chunks(gpu):
     cell = CELLS["plain"]
     lanes = jax.tree.map(lambda *leaves: jnp.stack(leaves), case(cell, 0), case(cell, 1))
@@ -105,7 +144,7 @@ BAD = {
     "a forget and a free input gate": (rg.CELLS["ur_lstm"](FEATURES), {}),
     "sigmoid gates and tanh": (rg.LSTM(FEATURES, activation=jax.nn.sigmoid), {}),
     "nothing act on the carry": (rg.LSTM(FEATURES), {"carry_fns": (rg.Damp(0.5),)}),
-    "no masks": (rg.LSTM(FEATURES), {"lengths": jnp.array([9, 2, 3])}),
+    "no other masks": (rg.LSTM(FEATURES), {"valid": jnp.ones((STEPS, BATCH), bool)}),
     "no resets": (rg.LSTM(FEATURES), {"resets": jnp.zeros((STEPS, BATCH), bool)}),
     "the last c alone": (rg.LSTM(FEATURES), {"return_carries": "all"}),
     "is float32, got bfloat16, float32": (rg.LSTM(FEATURES, dtype=jnp.bfloat16), {}),

@@ -1,9 +1,9 @@
 """cuDNN's LSTM through ``jax.experimental.rnn``, for the plain LSTM on an NVIDIA GPU.
 
 cuDNN computes c = sigmoid(f) * c + sigmoid(i) * tanh(u), h = sigmoid(o) * tanh(c) (h-detach, eq.
-1-2) over a whole sequence and returns every h but only the last c; whatever acts between two
-steps, or asks for every c, needs another backend. Products use TF32 as XLA's own on a GPU do:
-unless ``jax_default_matmul_precision`` forbids it.
+1-2) over sequences of any lengths and returns every h but only the last c; whatever acts between
+two steps, or asks for every c, needs another backend. Layers and directions are calls of their own.
+Products use TF32 as XLA's own on a GPU do: unless ``jax_default_matmul_precision`` forbids it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.experimental import rnn
 from recurrent_gates import target
 from recurrent_gates.cells import LSTM, LSTMState
 from recurrent_gates.declared import Params
-from recurrent_gates.scan import Loop, Segment
+from recurrent_gates.scan import Loop, Segment, select, with_zeros
 
 _SLOTS = ("i", "f", "u", "o")  # cuDNN's order, as torch's
 _PRECISIONS = (None, "high", "highest", "float32", "tensorfloat32")
@@ -38,8 +38,10 @@ def unsupported(loop: Loop) -> str | None:
         return "cuDNN's LSTM has no heads."
     if loop.carry_fns:
         return "cuDNN lets nothing act on the carry between two steps."
-    if stream.valid is not None or stream.resets is not None:
-        return "cuDNN takes no masks and no resets."
+    if stream.valid is not None and not loop.settings.by_lengths:
+        return "cuDNN takes lengths, and no other masks."
+    if stream.resets is not None:
+        return "cuDNN takes no resets."
     if loop.settings.keep_carries:
         return "cuDNN returns the last c alone, not all carries."
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(loop.xs)]
@@ -68,12 +70,28 @@ def chunk(loop: Loop) -> int | None:
 
 def segment(loop: Loop) -> Segment:
     """A stretch of time; same contract as ``scan_segment``."""
-    cell, carry, reverse = loop.settings.cell, loop.carry, loop.settings.reverse
+    cell, carry, valid = loop.settings.cell, loop.carry, loop.stream.valid
     assert isinstance(cell, LSTM)
-    xs = jnp.flip(loop.xs, 0) if reverse else loop.xs
-    ys, h, c = _lstm(pack(cell, loop.params), xs, carry.h, carry.c)
-    ys = jnp.flip(ys, 0) if reverse else ys
-    return Segment(LSTMState(c, h), ys, None)
+    steps, batch = loop.lead
+    if valid is None:
+        lengths = jnp.full((batch,), steps, jnp.int32)
+    else:
+        lengths = jnp.sum(valid, axis=0, dtype=jnp.int32)
+    xs = _backwards(loop.xs, lengths) if loop.settings.reverse else loop.xs
+    # cuDNN has no sequence of no step: one of one step is run, and nothing of it is kept.
+    ys, h, c = _lstm(pack(cell, loop.params), xs, carry.h, carry.c, jnp.maximum(lengths, 1))
+    ys = _backwards(ys, lengths) if loop.settings.reverse else ys
+    last = LSTMState(c, h)
+    if valid is not None:
+        last = select(lengths == 0, carry, last)
+    return Segment(last, with_zeros(valid, ys), None)
+
+
+def _backwards(x: jax.Array, lengths: jax.Array) -> jax.Array:
+    """``[T, B, n]`` with the first steps of each example, by its length, in reverse order."""
+    steps = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+    at = jnp.where(steps < lengths[None], lengths[None] - 1 - steps, steps)
+    return jnp.take_along_axis(x, at[..., None], axis=0)
 
 
 def pack(cell: LSTM, params: Params) -> jax.Array:
@@ -100,17 +118,18 @@ def pack(cell: LSTM, params: Params) -> jax.Array:
 
 @jax.custom_vjp
 def _lstm(
-    weights: jax.Array, xs: jax.Array, h: jax.Array, c: jax.Array
+    weights: jax.Array, xs: jax.Array, h: jax.Array, c: jax.Array, lengths: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weights, xs ``[T, B, D]``, h and c ``[B, F]`` -> ys ``[T, B, F]`` and the last h and c."""
-    out, _ = _forward(weights, xs, h, c)
+    """Weights, xs ``[T, B, D]``, h and c ``[B, F]``, lengths ``[B]`` from 1 -> ys ``[T, B, F]`` and
+    the last h and c."""
+    out, _ = _forward(weights, xs, h, c, lengths)
     return out
 
 
 @sequential_vmap
-def _forward(weights: jax.Array, xs: jax.Array, h: jax.Array, c: jax.Array) -> tuple[Any, Any]:
-    steps, batch, _ = xs.shape
-    lengths = jnp.full((batch,), steps, jnp.int32)
+def _forward(
+    weights: jax.Array, xs: jax.Array, h: jax.Array, c: jax.Array, lengths: jax.Array
+) -> tuple[Any, Any]:
     (ys, last_h, last_c), kept = rnn.lstm_fwd(
         jnp.swapaxes(xs, 0, 1), h[None], c[None], weights, lengths, *_sizes(xs, h)
     )
@@ -127,7 +146,11 @@ def _backward(kept: Any, cotangents: tuple[jax.Array, jax.Array, jax.Array]) -> 
     return d_weights, jnp.swapaxes(d_xs, 0, 1), d_h[0], d_c[0]
 
 
-_lstm.defvjp(_forward, _backward)
+def _pullback(kept: Any, cotangents: tuple[jax.Array, jax.Array, jax.Array]) -> tuple:
+    return (*_backward(kept, cotangents), None)  # lengths have no gradient
+
+
+_lstm.defvjp(_forward, _pullback)
 
 
 def _sizes(xs: jax.Array, h: jax.Array) -> tuple[int, int, int, float, bool, None]:

@@ -174,6 +174,11 @@ def reads_missing(cell: rg.Cell) -> bool:
     return isinstance(cell, rg.GRUD)
 
 
+def memory_is_scaled(cell: rg.Cell) -> bool:
+    """Whether the fields of a cell's memory are in units of another field, and so none is alone."""
+    return isinstance(cell, rg.SLSTM)
+
+
 def _dtypes(cell: rg.Cell, model: ModelSettings) -> dict[str, Any]:
     if not hasattr(cell, "dtype"):
         raise UserError(f"--dtype: {model.cell} has no such setting.")

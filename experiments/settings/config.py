@@ -122,7 +122,13 @@ class Config:
         self._check_cell()
 
     def _check_cell(self) -> None:
-        from experiments.settings.cells import build_cell, field_of, reads_missing, state_fields
+        from experiments.settings.cells import (
+            build_cell,
+            field_of,
+            memory_is_scaled,
+            reads_missing,
+            state_fields,
+        )
 
         carry, cell = self.carry, build_cell(self.model)
         if reads_missing(cell) and not getattr(self.task, "has_missing_values", False):
@@ -141,6 +147,11 @@ class Config:
             raise UserError(
                 f"--{flag}: h-detach has nothing to detach in {self.model.cell}, whose gates read "
                 f"the input alone; give --{flag}=0."
+            )
+        if memory_is_scaled(cell) and carry.zoneout_c:
+            raise UserError(
+                f"--zoneout_c: c of {self.model.cell} is in units of exp(m), which an old c and a "
+                "new one do not share; zone out h."
             )
         acting = [("detach_state", carry.detach_state)]
         acting += [("zoneout_c", "c")] if carry.zoneout_c else []

@@ -344,6 +344,12 @@ def test_recurrent_weights_in_blocks_are_asked_for(cell):
     assert "\n" not in str(refusal.value)
 
 
+def test_a_memory_in_changing_units_is_not_zoned_out():
+    assert build_cell(tiny(cell="slstm", zoneout_h=0.1, heads=2).model).heads == 2
+    with pytest.raises(UserError, match="--zoneout_c: c of slstm is in units"):
+        tiny(cell="slstm", zoneout_c=0.1)
+
+
 def test_only_h_detachs_copy_keeps_the_last_of_equals():
     """``copying.py`` asks for >=, ``pixelmnist.py`` for >; nobody else says."""
     kept = {

@@ -313,9 +313,7 @@ def unroll(
 
     xs = with_zeros(valid, xs)  # NaN in padding must not reach project
     keep = return_carries == "all"
-    settings = Settings(
-        cell, len(shape) - 1, reverse, unroll, keep_carries=keep, by_lengths=by_lengths
-    )
+    settings = Settings(cell, len(shape) - 1, reverse, unroll, keep, by_lengths=by_lengths)
     stream = Stream(valid, resets, noise)
     loop = Loop(settings, params, xs, carry, reset_carry, carry_fns, stream)
     out = _run(loop, _backend(backend), remat, empty=0 in shape)

@@ -25,7 +25,7 @@ KINDS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2
 NOT_FOR_TPU = ("auto", "cudnn")  # what chooses another backend, and what is for GPUs alone
 BACKENDS = [b.value for b in rg.Backend if b.value not in NOT_FOR_TPU]
 
-# (cell, T, B, D, dtype): the copy task's LSTM, and a GATO of two layers.
+# (cell, T, B, D, dtype): the copy task's LSTM, a GATO of two layers, heads.
 CASES = {
     "lstm": (rg.LSTM(128), 100, 128, 16, jnp.float32),
     "lstm bfloat16": (rg.LSTM(128, dtype=jnp.bfloat16), 100, 128, 16, jnp.bfloat16),
@@ -91,8 +91,9 @@ def shapes(cell, steps, batch, inputs, dtype):
 @pytest.mark.parametrize("name", CASES)
 def test_backends_compile(kind, backend, name):
     cell, *sizes = CASES[name]
-    if backend == "newton" and not cell.diagonal:
-        with pytest.raises(ValueError, match="newton"):
+    serves = {"newton": cell.diagonal, "parallel": cell.linear}
+    if not serves.get(backend, True):
+        with pytest.raises(ValueError, match=backend):
             jax.eval_shape(forward(cell, backend), *shapes(cell, *sizes))
         return
     for make in (forward, training_step):
@@ -116,6 +117,16 @@ def test_gates_compile_as_kernels(kind, name):
     sizes = shapes(cell, 9, 16, 16, jnp.float32)
     executable = compiled(kind, training_step(cell, "pallas"), *sizes)
     assert executable.as_text().count('custom_call_target="tpu_custom_call"') == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["rg_lru", "ur_minlstm"])
+def test_linear_recurrences_compile(kind, name):
+    cell = rg.CELLS[name](128)
+    executable = compiled(
+        kind, training_step(cell, "parallel"), *shapes(cell, 1000, 16, 16, jnp.float32)
+    )
+    report(kind, "parallel", name, executable)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -262,7 +262,8 @@ def test_a_loop_in_blocks_of_rows_and_time_is_lax_scan(reverse, monkeypatch):
     def scan(weights, rows, carry, xs):
         return jax.lax.scan(lambda c, x: body(weights, rows, c, x), carry, xs, reverse=reverse)
 
-    sizes = pallas_loop._tpu_blocks(weights, (rows, carry, carry), (xs, xs[0]), 20, 11)
+    trees = (rows, carry, carry), (xs, xs[0])
+    sizes = pallas_loop._tpu_blocks(weights, *trees, 20, 11, lambda a: a.shape[-1])
     assert sizes[0] == 8 and 1 < sizes[1] < 11 and 11 % sizes[1]
     arguments = (weights, rows, carry, xs)
     assert_close(quick_jit(loop)(*arguments), quick_jit(scan)(*arguments))

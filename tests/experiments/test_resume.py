@@ -191,7 +191,7 @@ def test_other_devices_are_said(copied, capsys):
 
 def test_a_damaged_config_is_an_error(copied):
     (copied / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json is damaged: it is not JSON"):
+    with pytest.raises(UserError, match=r"config\.json is damaged: it is not a JSON object\.$"):
         loop.run(tiny(), copied)
     (copied / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"config\.json was made by another version of these"):

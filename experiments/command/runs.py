@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.command import ahead
@@ -34,7 +36,7 @@ class Finished(NamedTuple):
     Attributes:
       config: of the run.
       learner: of that config.
-      state: after the last step, on the devices.
+      state: after the last step, on this process's first device.
       summary: what ``summary.json`` holds.
     """
 
@@ -144,6 +146,9 @@ def finished(workdir: str | Path, experiments: Collection[Experiment]) -> Finish
             f"the run in {workdir} is not finished; "
             f"its command with --steps={config.training.steps} goes on."
         )
+    if jax.process_count() == 1:  # to read a run takes neither its devices nor parts of its words
+        training = dataclasses.replace(config.training, mesh="auto")
+        config = dataclasses.replace(config, training=training)
     learner = Learner(config)
     with contextlib.closing(Checkpoints(work.checkpoints)) as checkpoints:
         state = checkpoints.read(summary["steps"], learner.shapes())
@@ -152,7 +157,7 @@ def finished(workdir: str | Path, experiments: Collection[Experiment]) -> Finish
             f"the checkpoint of step {summary['steps']} in {workdir} is missing, damaged or of "
             "another version; the command of that run goes on from an earlier one, if one is good."
         )
-    return Finished(config, learner, learner.place(state), summary)
+    return Finished(config, learner, jax.tree.map(jnp.asarray, state), summary)
 
 
 def train_all(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ def write(path: Path, content: str) -> None:
         partial.write_text(content)
         os.replace(partial, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
         raise UserError(f"cannot write {path}: {error.strerror}.") from None
 
 
@@ -40,7 +43,8 @@ def claim(directory: Path, reports: Collection[str]) -> None:
     except OSError as error:
         raise UserError(f"{directory} cannot be read: {error.strerror}.") from None
     for entry in entries:
-        if not holds_run(entry) and not any(entry.match(name) for name in reports):
+        name = entry.name.removesuffix(".partial")  # a kill can leave a report half-written
+        if not holds_run(entry) and not any(Path(name).match(report) for report in reports):
             raise UserError(
                 f"{directory} holds {entry.name}, which is no run of this kind; choose an empty "
                 "folder, or one that is not there yet."

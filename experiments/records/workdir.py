@@ -28,9 +28,10 @@ _NOT_YET = {"lock", "config.json.partial"}  # what a run leaves that could not e
 
 def holds_run(path: Path) -> bool:
     """Whether a directory is that of a run, be it one that ended before it wrote its config."""
-    if not path.is_dir():
+    try:
+        return (path / _CONFIG).is_file() or set(os.listdir(path)) <= _NOT_YET
+    except OSError:  # no directory, or somebody else's
         return False
-    return (path / _CONFIG).is_file() or set(os.listdir(path)) <= _NOT_YET
 
 
 class EarlierVersionError(UserError):
@@ -169,7 +170,7 @@ class Workdir:
           began: whether it has been trained before.
 
         Returns:
-          A sentence if that was on other devices, else None.
+          A sentence if that was on other devices or another mesh, else None.
         """
         if (summary := self.read_json("summary.json")) is not None:
             path, old = self.path / "summary.json", f"summary-{summary.get('steps')}.json"
@@ -184,12 +185,17 @@ class Workdir:
         continued = {"continued": origins[1:]} if origins[1:] else {}
         self.write_json(_CONFIG, {**_settings(config), **origins[0], **continued})
         others = {origin["device"]: None for origin in origins if origin["device"] != now["device"]}
-        if not others:
-            return None
-        return (
-            f"this run was trained on {' and '.join(others)} and goes on on {now['device']}: "
-            "its last bits will differ."
+        old_mesh, mesh = (
+            before.get("config", {}).get("training", {}).get("mesh"),
+            config.training.mesh,
         )
+        if others:
+            change = f"on {' and '.join(others)} and goes on on {now['device']}"
+        elif began and old_mesh not in (None, mesh):
+            change = f"with --mesh={old_mesh} and goes on with --mesh={mesh}"
+        else:
+            return None
+        return f"this run was trained {change}: its last bits will differ."
 
     def summary(self) -> dict[str, Any] | None:
         """What a finished run leaves; None if it is not finished, or has gone on since.

@@ -66,8 +66,8 @@ def check_shares(mesh: str, batch_size: int, lanes: int, *, words: bool) -> None
         )
     if sizes[VOCAB] > 1 and not words:
         raise UserError(
-            f"--mesh={mesh}: vocab splits the tables of a softmax over words, and only "
-            "language_model has one."
+            f"--mesh={mesh}: vocab splits the tables of a softmax over words, and only those of "
+            "language_model can be split."
         )
 
 

@@ -43,8 +43,8 @@ class Divergence:
             for lane, (step, leaf, _, total) in enumerate(self._faults(state)):
                 if total:
                     raise DivergedError(
-                        f"{self._names[lane]}: {self._learner.bad_leaf(leaf)} is not finite at "
-                        f"step {step}; --on_divergence=skip leaves such updates out, and mark goes "
+                        f"{self._names[lane]}: {self._learner.bad_leaf(leaf)} at step {step}; "
+                        "--on_divergence=skip leaves such updates out, and mark goes "
                         "on with the other seeds."
                     )
         for lane, step in self._diverged(state).items():
@@ -62,7 +62,7 @@ class Divergence:
         for lane, (step, leaf, recent, _) in enumerate(self._faults(state)):
             if recent:
                 self._say(
-                    f"warning: {self._names[lane]}: {self._learner.bad_leaf(leaf)} is not finite "
+                    f"warning: {self._names[lane]}: {self._learner.bad_leaf(leaf)} "
                     f"at step {step}; updates left out since the last evaluation: {recent}."
                 )
 

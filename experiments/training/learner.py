@@ -291,7 +291,9 @@ class Learner:
 
     def bad_leaf(self, leaf: int) -> str:
         """What ``Faults.leaf`` stands for, for a person."""
-        return "the loss" if leaf == 0 else f"the gradient of {self._parameters[leaf - 1]}"
+        if leaf == 0:
+            return "the loss diverged"
+        return f"the gradient of {self._parameters[leaf - 1]} is not finite"
 
     def bad_parameter(self, state: State, lane: int) -> str | None:
         """The first parameter of a lane that is not finite, for a person; None: all are."""

@@ -202,7 +202,7 @@ def accuracies(finished: Finished, delay: int) -> list[float | None]:
     """
     learner = Learner(_at_delay(finished.config, delay))
     learner.load()
-    scores = np.atleast_1d(learner.final_scores(finished.state)["accuracy"])
+    scores = np.atleast_1d(learner.final_scores(learner.place(finished.state))["accuracy"])
     return [
         None if diverged else float(score)
         for score, diverged in zip(scores, finished.diverged, strict=True)

@@ -14,6 +14,7 @@ import struct
 import sys
 import termios
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -628,7 +629,9 @@ def test_rows_have_the_rates_of_the_schedule(tmp_path):
 def test_a_folder_of_others_takes_no_runs(tmp_path):
     (tmp_path / "lstm").mkdir()
     (tmp_path / "report.md").write_text("ours")
-    tables.claim(tmp_path, ("lstm", "report.*"))
+    (tmp_path / "table.md.partial").touch()  # killed while it wrote it
+    tables.claim(tmp_path, ("lstm", "report.*", "table.md"))
+    (tmp_path / "table.md.partial").unlink()
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "lock").touch()  # killed before it wrote its config
     tables.claim(tmp_path, ("lstm", "report.*"))
@@ -639,6 +642,17 @@ def test_a_folder_of_others_takes_no_runs(tmp_path):
     (tmp_path / "precious.txt").write_text("theirs")
     with pytest.raises(UserError, match=r"holds precious\.txt, which is no run of this kind"):
         tables.claim(tmp_path, ("lstm", "report.*"))
+
+
+def test_a_table_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    def full(path, content):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UserError, match=r"^cannot write .*table\.md: No space left on device\.$"):
+        tables.write(tmp_path / "table.md", "| |")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_second_interrupt_ends_at_once(monkeypatch):

@@ -175,6 +175,14 @@ def test_a_schedule_that_needs_its_length_cannot_be_extended(tmp_path):
         loop.run(tiny(**schedule, steps=4), tmp_path)
 
 
+def test_another_mesh_is_said(copied, capsys):
+    loop.run(tiny(steps=6, mesh="data:1"), copied)
+    said = "this run was trained with --mesh=auto and goes on with --mesh=data:1: its last bits"
+    assert said in capsys.readouterr().out
+    loop.run(tiny(steps=8, mesh="data:1"), copied)
+    assert "was trained" not in capsys.readouterr().out
+
+
 def test_other_devices_are_said(copied, capsys):
     config = json.loads((copied / "config.json").read_text())
     elsewhere = json.dumps(config | {"device": "TPU v5e x 4"})

@@ -37,12 +37,12 @@ class Examples:
 
     def __init__(self, learner: Learner, count: int) -> None:
         task: Any = learner.task
-        part = learner.watched
+        watched = learner.watched
         source = task.source
-        (level,) = source.levels(part)
-        self._programs = [source.program(part, 0, number, level) for number in range(count)]
+        (level,) = source.levels(watched)
+        self._programs = [source.program(watched, 0, number, level) for number in range(count)]
         self._grammar = source.grammar
-        read = Programs(source, task.room, count).read_held_out(part, 0, np.arange(count))
+        read = Programs(source, task.room, count).read_held_out(watched, 0, np.arange(count))
         window = at_level(read, 0)
 
         def told(params: Any) -> jax.Array:

@@ -41,8 +41,9 @@ def bytes_of(shapes: Any) -> int:
 
 
 def _available(platform: str) -> float:
-    """Bytes of memory that the first device has."""
+    """Bytes of memory that a device of this machine has; without bound for another platform's."""
     if platform == "cpu":
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    stats = jax.local_devices()[0].memory_stats() or {}
+    device = jax.local_devices()[0]
+    stats = (device.memory_stats() or {}) if device.platform == platform else {}
     return float(stats.get("bytes_limit", np.inf))

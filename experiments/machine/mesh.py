@@ -170,9 +170,9 @@ class DeviceMesh:
         self._gather = jax.jit(_same, out_shardings=NamedSharding(self._mesh, PartitionSpec()))
 
     def _check_all(self, count: int, must: str) -> None:
-        there, processes = len(jax.devices()), jax.process_count()
-        if processes > 1 and count != there:
-            raise UserError(f"{must} the {there} devices of the {processes} processes.")
+        devices, processes = len(jax.devices()), jax.process_count()
+        if processes > 1 and count != devices:
+            raise UserError(f"{must} the {devices} devices of the {processes} processes.")
 
     @property
     def platform(self) -> str:

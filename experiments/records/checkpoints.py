@@ -239,7 +239,8 @@ def _digests(directory: Path) -> dict[str, str]:
 def _remove(path: Path) -> None:
     """Removes a directory with all in it, as far as it can be; of a link the link alone."""
     if path.is_symlink():
-        path.unlink()
+        with written(path):
+            path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -75,8 +75,9 @@ class TrainingSettings:
         Sourced(False, "ours: the curves show the last parameters, so does the result"),
     )
     on_divergence: str = setting(
-        "what a step does whose loss or gradient is not finite: mark (its seed is marked by the "
-        "loss and stops no other), stop (the run ends) or skip (its update is left out)",
+        "what a step does whose loss or gradient is not finite, or whose loss is above 1e10: mark "
+        "(its seed is marked by the loss and stops no other), stop (the run ends) or skip (its "
+        "update is left out)",
         Sourced("mark", "ours: one seed of several should not end the others"),
         choices=("mark", "stop", "skip"),
     )

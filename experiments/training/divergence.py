@@ -1,4 +1,4 @@
-"""What is told of seeds whose loss or gradient is not finite, and when that ends a run."""
+"""What is told of seeds that diverge, and when that ends a run."""
 
 from __future__ import annotations
 

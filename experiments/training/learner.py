@@ -237,7 +237,7 @@ class Learner:
 
         No file is read: what depends on the number of rows is a window, and read on the host.
         """
-        streamed = jax.tree.leaves(probed_axes(self.task.shapes, self._batch_size)) != []
+        streamed = self._host_reads
         placed = self.mesh.placed_shapes
         traced = self._advance_jit[streamed].trace(
             placed(self._placed_shapes, self.specs),
@@ -324,6 +324,11 @@ class Learner:
     @property
     def _batch_size(self) -> int:
         return self._config.training.batch_size
+
+    @property
+    def _host_reads(self) -> bool:
+        """Whether the host reads a window at a time, from shapes alone."""
+        return jax.tree.leaves(probed_axes(self.task.shapes, self._batch_size)) != []
 
     @property
     def _streamed(self) -> bool:
@@ -493,8 +498,9 @@ class Learner:
     def _check_memory(self, state: State) -> None:
         """Refuses what cannot fit, from shapes alone: nothing has been allocated.
 
-        Counted are parameters, the optimiser's state, resident data, the window and the state at
-        each of its steps, of which training keeps more than one; so what is refused is too much.
+        Counted are parameters, the optimiser's state, the stream, resident data, the window and the
+        state at each of its steps, of which training keeps more than one; so what is refused is
+        too much.
 
         Args:
           state: what a device has of a lane's.
@@ -504,13 +510,23 @@ class Learner:
         window = self._window_shapes
         lengths = map_axes(_steps, self.task.axes, window)
         steps = max(jax.tree.leaves(lengths), default=1)
-        kept = 4 * steps * training.batch_size * model.hidden_size * model.layers
+        kept = 4 * steps * training.batch_size * model.hidden_size * model.layers // self.mesh.size
         needed = {
-            "the parameters and the optimiser's state": lanes * memory.bytes_of(state),
-            "the data": memory.bytes_of(self._shapes),
-            "a batch and the states at its steps": memory.bytes_of(window) + kept // self.mesh.size,
+            "the parameters and the optimiser's state": lanes
+            * memory.bytes_of(state._replace(stream=())),
+            "the stream": lanes * self._bytes(self.task.stream_axes, state.stream),
+            "the data": 0 if self._host_reads else memory.bytes_of(self._shapes),
+            "a batch and the states at its steps": self._bytes(self.task.axes, window) + kept,
         }
         memory.check(needed, self.mesh.platform, "--batch_size, --length, --hidden_size or --seeds")
+
+    def _bytes(self, axes: Any, tree: Any) -> int:
+        """Bytes of what a device has of a tree: all of a leaf, or its rows of the batch's."""
+
+        def share(axis: int | None, leaf: Any) -> int:
+            return memory.bytes_of(leaf) // (1 if axis is None else self.mesh.size)
+
+        return sum(jax.tree.leaves(map_axes(share, axes, tree)))
 
 
 @contextlib.contextmanager

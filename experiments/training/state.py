@@ -33,11 +33,11 @@ class Best(NamedTuple):
 
 
 class Faults(NamedTuple):
-    """Steps whose loss or gradient was not finite, where these are looked for; int32 scalars.
+    """Steps whose loss diverged or whose gradient was not finite; int32 scalars.
 
     Attributes:
       step: the first one since the last evaluation; -1: none.
-      leaf: what was not finite at it: 0 is the loss, n the gradient of the n-th parameter.
+      leaf: what was bad at it: 0 is the loss, n the gradient of the n-th parameter.
       recent: how many since the last evaluation.
       total: how many since the start.
     """

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -181,6 +182,21 @@ def test_another_mesh_is_said(copied, capsys):
     assert said in capsys.readouterr().out
     loop.run(tiny(steps=8, mesh="data:1"), copied)
     assert "was trained" not in capsys.readouterr().out
+
+
+def test_a_run_of_many_devices_is_read_on_one(copied):
+    expected = runs.finished(copied, [COPY])
+    recorded = json.loads((copied / "config.json").read_text())
+    recorded["config"]["training"]["mesh"] = "data:8"
+    (copied / "config.json").write_text(json.dumps(recorded))
+    read = runs.finished(copied, [COPY])
+    assert_same_bits(_by_name(read.params), _by_name(expected.params))
+    features = read.features(read.params, 3)  # its model runs here
+    np.testing.assert_array_equal(features, expected.features(expected.params, 3))
+
+
+def _by_name(tree):
+    return {str(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def test_other_devices_are_said(copied, capsys):

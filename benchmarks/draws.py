@@ -30,13 +30,14 @@ KINDS = ("forward", "train")
 def sizes(count: int, draw: int) -> list[Size]:
     """So many sizes, each number log-uniform in ``RANGES``, of at most ``MOST_OPERATIONS``.
 
-    The first of many are those of few.
+    F is the next even number, as GATO's pairs need. The first of many are those of few.
     """
     rng = np.random.default_rng(draw)
     low, high = np.log([RANGES[name] for name in Size._fields]).T
     drawn: list[Size] = []
     while len(drawn) < count:
         numbers = np.exp(rng.uniform(low, high)).round().astype(int)
+        numbers[-1] += numbers[-1] % 2
         size = Size(*map(int, numbers))
         if floor.count(Contender("lstm"), size)["operations"] <= MOST_OPERATIONS:
             drawn.append(size)

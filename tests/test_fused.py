@@ -17,11 +17,11 @@ import pytest
 
 import recurrent_gates as rg
 from recurrent_gates.backends import fused
-from recurrent_gates.backends.shared import products, two_layer
+from recurrent_gates.backends.shared import halves, products, two_layer
 from recurrent_gates.cells import Exploding, HiddenState
 from recurrent_gates.declared import Weights
-from recurrent_gates.scan import Loop, Settings
-from tests.support import array, assert_close, parameters, quick_jit, state
+from recurrent_gates.scan import Loop, Settings, Stream
+from tests.support import array, assert_close, parameters, quick_jit, state, users_jit
 from tests.test_carry import Scale
 from tests.test_gato import Count, StoreAtCount
 
@@ -259,13 +259,14 @@ def compare_in_chunks(cell, reverse, remat=None):
 def outgrow_the_cache(monkeypatch, chunk):
     """Makes fused split the time by itself, and form products again or keep them all."""
     if chunk in ("replayed", "kept"):
+        monkeypatch.setattr(fused, "_REUSED_BYTES", 0)
         monkeypatch.setattr(fused, "_CACHE_BYTES", 1)
         monkeypatch.setattr(fused, "_REPLAYED", FEATURES if chunk == "replayed" else 0)
 
 
 def test_fused_is_the_scan(row, monkeypatch):
     outgrow_the_cache(monkeypatch, row["chunk"])
-    monkeypatch.setattr(products, "merges", lambda loop: row["products"] == "merged")
+    monkeypatch.setattr(products, "merges", lambda loop, **_: row["products"] == "merged")
     if row["products"] == "merged":  # as on a GPU
         monkeypatch.setattr(fused, "_skips", lambda: False)
     cell = build(row["family"], row["gate"])
@@ -331,7 +332,8 @@ def test_chunks_have_the_size_of_the_cache_and_no_rest_where_that_costs_little(m
     cell = rg.LSTM(8)  # projections of 4 slots, 8 wide, 4 bytes, for 3 examples: 384 bytes a step
     params = jax.eval_shape(lambda key: cell.init_params(key, INPUTS), jax.random.key(0))
 
-    def chunk(steps, budget):
+    def chunk(steps, budget, reused=0):
+        monkeypatch.setattr(fused, "_REUSED_BYTES", reused)
         monkeypatch.setattr(fused, "_CACHE_BYTES", budget)
         xs = jnp.zeros((steps, 3, INPUTS), jnp.float32)
         start = cell.initial((3,))
@@ -344,6 +346,41 @@ def test_chunks_have_the_size_of_the_cache_and_no_rest_where_that_costs_little(m
     assert chunk(101, 60 * 384) == 60
     # The recurrent weights are 8 x 32 numbers, 1024 bytes, and twice that is more than 5 steps.
     assert chunk(101, 1) == 5
+    # Three times the projections and twice the carries, two fields 8 wide, 192 bytes a step.
+    assert chunk(100, 1, reused=100 * (3 * 384 + 2 * 192)) is None
+    assert chunk(100, 1, reused=100 * (3 * 384 + 2 * 192) - 1) == 5
+
+
+def train_step_bytes(cell, inputs, steps, batch):
+    """What XLA plans for a train step."""
+
+    def step(params, xs, cotangent):
+        ys, pullback = jax.vjp(lambda params, xs: rg.unroll(cell, params, xs)[1], params, xs)
+        return ys, pullback(cotangent)
+
+    shapes = [
+        jax.eval_shape(lambda key: cell.init_params(key, inputs), jax.random.key(0)),
+        jax.ShapeDtypeStruct((steps, batch, inputs), jnp.float32),
+        jax.ShapeDtypeStruct((steps, batch, cell.features), jnp.float32),
+    ]
+    return users_jit(step).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "om_lstm", "gato1", "gato2"])
+def test_what_needs_no_chunks_takes_no_more_memory_than_is_reused(name, monkeypatch, x32):
+    monkeypatch.setattr(fused, "_REUSED_BYTES", 2**21)
+    monkeypatch.setattr(fused, "_CACHE_BYTES", 1)
+    cell, inputs, batch = rg.CELLS[name](32), 2, 16
+    params, start = parameters(cell, inputs), cell.initial((batch,))
+
+    def is_whole(steps):
+        xs = jax.ShapeDtypeStruct((steps, batch, inputs), jnp.float32)
+        return fused.chunk(Loop(Settings(cell, batch_dims=1), params, xs, start, start)) is None
+
+    longest = max(steps for steps in range(1, 400) if is_whole(steps))
+    assert 30 < longest < 399
+    # The weights and their gradients are not counted.
+    assert 2**19 < train_step_bytes(cell, inputs, longest, batch) <= 1.02 * 2**21
 
 
 def test_weights_of_a_large_hidden_state_keep_their_products():
@@ -377,7 +414,7 @@ def gradient_program(cell):
     ],
 )
 def test_products_of_one_vector_are_one(family, groups, monkeypatch):
-    monkeypatch.setattr(products, "merges", lambda loop: True)
+    monkeypatch.setattr(products, "merges", lambda loop, **_: True)
     cell = build(family)
     params = parameters(cell, INPUTS)
     xs, start = array(8, 1, INPUTS), cell.initial(())
@@ -390,26 +427,28 @@ def test_products_of_one_vector_are_one(family, groups, monkeypatch):
 @pytest.mark.parametrize(("merges", "wanted"), [(False, 4 * (2 + 3)), (True, 4 * 2 + 2 + 4)])
 def test_merged_products_are_one_in_each_direction(merges, wanted, monkeypatch):
     """Four slots; products of x and their gradients; of h, forward, backward and the weights'."""
-    monkeypatch.setattr(products, "merges", lambda loop: merges)
+    monkeypatch.setattr(products, "merges", lambda loop, **_: merges)
     assert gradient_program(build("lstm")).count("dot_general") == wanted + 4
 
 
 @pytest.mark.parametrize(
-    ("batch", "features", "devices", "merges"),
+    ("batch", "features", "devices", "forward", "back"),
     [
-        ((), 100, 1, True),  # one row
-        ((1, 1), 100, 2, True),
-        ((50,), 32, 2, True),  # few features
-        ((2,), 33, 1, False),
-        ((64,), 256, 1, True),  # a product alone is for one thread
-        ((8, 16), 128, 1, True),
-        ((64,), 256, 2, False),  # a device has one thread
-        ((63,), 256, 1, False),
-        ((64,), 257, 1, False),
-        ((64,), 181, 1, False),
+        ((), 200, 1, True, True),  # one row
+        ((1, 1), 200, 2, True, True),
+        ((50,), 48, 2, True, True),  # few features
+        ((2,), 49, 1, True, False),
+        ((2,), 128, 2, True, False),
+        ((2,), 129, 1, False, False),
+        ((64,), 256, 1, True, True),  # a product alone is for one thread
+        ((8, 16), 150, 1, True, True),
+        ((64,), 256, 2, False, False),  # a device has one thread
+        ((63,), 256, 1, False, False),
+        ((64,), 257, 1, False, False),
+        ((64,), 181, 1, False, False),
     ],
 )
-def test_where_products_are_one_on_a_cpu(batch, features, devices, merges, monkeypatch):
+def test_where_products_are_one_on_a_cpu(batch, features, devices, forward, back, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: devices)
     cell = rg.GRU(features)
     params = jax.eval_shape(lambda: cell.init_params(jax.random.key(0), 1))
@@ -417,7 +456,80 @@ def test_where_products_are_one_on_a_cpu(batch, features, devices, merges, monke
     start = jax.eval_shape(lambda: cell.initial(batch))
     loop = Loop(Settings(cell, batch_dims=len(batch)), params, xs, start, start)
     z = jax.eval_shape(cell.project, params, xs)
-    assert products.merges(products.product_loop(loop, z)) is merges
+    loop = products.product_loop(loop, z)
+    assert products.merges(loop, transposes=False) is forward
+    assert products.merges(loop, transposes=True) is back
+
+
+@pytest.mark.parametrize("chunk", ["whole", "replayed"])
+@pytest.mark.parametrize("around", ["nothing", "masks", "noise", "noise by example", "reverse"])
+def test_halves_are_the_whole(around, chunk, monkeypatch):
+    """Forward: nothing is divided where there is a gradient."""
+    outgrow_the_cache(monkeypatch, chunk)
+    monkeypatch.setattr(halves, "count", lambda loop: 2)
+    cell = build("lstm", "ur")
+    batch = 5  # halves of two and three
+    shape = (STEPS, batch)
+    how = {
+        "nothing": {},
+        "masks": dict(valid=array(11, *shape) > -0.5, resets=array(9, *shape) > 0.5),
+        "noise": dict(carry_fns=(rg.Detach(p=0.5),), noise=(array(10, STEPS) > 0,)),
+        "noise by example": dict(
+            carry_fns=(rg.Zoneout(p=0.5, field="c"),), noise=(array(10, *shape, FEATURES) > 0,)
+        ),
+        "reverse": dict(reverse=True),
+    }[around]
+    carry, reset_carry = state(cell, (batch,)), state(cell, (batch,))
+    arguments = parameters(cell, INPUTS), array(8, *shape, INPUTS), carry
+
+    def run(backend):
+        @jax.jit
+        def run(params, xs, carry):
+            options = dict(reset_carry=reset_carry, return_carries="all", backend=backend)
+            return rg.unroll(cell, params, xs, carry, **options, **how)
+
+        return run(*arguments), run.lower(*arguments).as_text().count("dot_general")
+
+    (fused_out, fused_products), (scanned, scan_products) = run("fused"), run("scan")
+    assert_close(fused_out, scanned)
+    chunks = 2 if chunk == "replayed" else 1  # and a rest
+    assert (fused_products, scan_products) == (chunks * (4 + 2), 4 + 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "features", "changes", "parts"),
+    [
+        ("lstm", 64, 256, {}, 2),
+        ("ur_lstm", 64, 256, {}, 2),
+        ("om_lstm", 64, 256, {}, 1),  # more products
+        ("gru", 64, 256, {}, 1),  # one field
+        ("lstm", 64, 159, {}, 1),
+        ("lstm", 64, 401, {}, 1),
+        ("lstm", 8, 256, {}, 1),  # too little work
+        ("lstm", 160, 256, {}, 1),  # enough for both cores
+        ("lstm", 64, 256, {"cores": 1}, 1),
+        ("lstm", 64, 256, {"cores": 4}, 1),
+        ("lstm", 64, 256, {"devices": 2}, 1),
+        ("lstm", 64, 256, {"fns": (rg.Detach(jnp.float32(0.5)),)}, 2),
+        ("lstm", 64, 256, {"fns": (rg.Detach(jnp.float32(0.5), per_example=True),)}, 2),
+        ("lstm", 64, 256, {"fns": (rg.Zoneout(p=0.5, field="c"),)}, None),
+    ],
+)
+def test_where_a_batch_has_halves(name, batch, features, changes, parts, monkeypatch):
+    monkeypatch.setattr(halves, "_cores", lambda: changes.get("cores", 2))
+    monkeypatch.setattr(jax, "device_count", lambda: changes.get("devices", 1))
+    cell = rg.CELLS[name](features)
+    params = jax.eval_shape(lambda: cell.init_params(jax.random.key(0), 1))
+    xs = jax.ShapeDtypeStruct((2, batch, 1), jnp.float32)
+    start = jax.eval_shape(lambda: cell.initial((batch,)))
+    fns = changes.get("fns", ())
+    stream = Stream(noise=rg.draw_noise(fns, jax.random.key(0), 2, (batch,)))
+    loop = Loop(Settings(cell, batch_dims=1), params, xs, start, start, fns, stream)
+    z = jax.eval_shape(cell.project, params, xs)
+    if parts is None:  # a key draws for the whole batch
+        keys = jnp.issubdtype(stream.noise[0].dtype, jax.dtypes.prng_key)
+        parts = 1 if keys else 2
+    assert halves.count(products.product_loop(loop, z)) == parts
 
 
 class Halves(rg.SlotCell):
@@ -448,7 +560,7 @@ class Halves(rg.SlotCell):
 
 
 def test_slots_that_are_read_apart_are_projections(monkeypatch):
-    monkeypatch.setattr(products, "merges", lambda loop: True)
+    monkeypatch.setattr(products, "merges", lambda loop, **_: True)
     compare(Halves(FEATURES, param_dtype=jnp.float64), {})
 
 
@@ -456,7 +568,7 @@ def test_slots_that_are_read_apart_are_projections(monkeypatch):
 def test_where_products_are_kept_none_is_computed_twice(make, monkeypatch):
     """Whatever y is: its derivative may need the carries."""
     outgrow_the_cache(monkeypatch, "kept")
-    monkeypatch.setattr(products, "merges", lambda loop: False)
+    monkeypatch.setattr(products, "merges", lambda loop, **_: False)
     program = gradient_program(make(FEATURES, param_dtype=jnp.float64))
     # Chunks and a rest; four slots; products of x and of h, each with two for its gradients.
     assert program.count("dot_general") == 2 * 4 * (2 + 4)

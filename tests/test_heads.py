@@ -83,7 +83,7 @@ def test_heads_are_a_block_diagonal_matrix(family, gate, monkeypatch):
         return *of_blocks.values(), results(cell.clone(heads=1), dense, xs, carry, "scan")[1]
 
     if family == "lstm":  # the default is tried with the others
-        monkeypatch.setattr(products, "merges", lambda loop: False)
+        monkeypatch.setattr(products, "merges", lambda loop, **_: False)
     scan, fused, of_whole = each(params, dense, xs, carry)
     assert_close(fused, scan)
     expected, fields = [], to_numpy(tuple(carry))

@@ -38,7 +38,12 @@ ORDER = (
     },
     {"backends", "backends.shared", "memory.core", "memory.addressing"}
     | {"analysis.jacobians", "analysis.bounds", "analysis.gates"},
-    {"backends.shared.rows", "backends.newton.blocks", "backends.pallas.body"}
+    {
+        "backends.shared.rows",
+        "backends.shared.halves",
+        "backends.newton.blocks",
+        "backends.pallas.body",
+    }
     | {"memory.relational", "memory.dnc", "memory.rma"},
     {"backends.shared.accumulation", "backends.newton.shooting", "backends.pallas.loop", "memory"},
     {"backends.shared.products", "backends.shared.two_layer", "registry"},

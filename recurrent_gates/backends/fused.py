@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from recurrent_gates import target
-from recurrent_gates.backends.shared import two_layer
+from recurrent_gates.backends.shared import halves, two_layer
 from recurrent_gates.backends.shared.accumulation import (
     feeding,
     joined,
@@ -55,6 +55,9 @@ from recurrent_gates.declared import Carry, Slots, Weights, inputs_dtype, recurr
 from recurrent_gates.gato import GATO
 from recurrent_gates.scan import Loop, Segment, Stream, kept, with_zeros
 
+# Of a train step's temporary memory. glibc returns an allocation above this to the system, so that
+# each call touches fresh pages: 14,000 of them, 15 ms, at (64, 64, 64, 256). Below it none are.
+_REUSED_BYTES = 2**25
 _CACHE_BYTES = 2**20  # of projections in a chunk, on a CPU
 _CHUNK_BYTES = 2**26  # the same elsewhere
 _REPLAYED = 300  # the largest F that is formed again: on a CPU 256 gains, 512 loses
@@ -73,10 +76,11 @@ def unsupported(loop: Loop) -> str | None:
 def chunk(loop: Loop) -> int | None:
     """The steps per rematerialised chunk that this backend wants, or None for no chunks.
 
-    On a CPU what a chunk computes should stay in a core's cache, since touching fresh memory
-    costs more than the arithmetic, but outweigh the weights' gradients, which each chunk adds to
-    the sum of the others. Elsewhere only the increments of accumulated fields, far larger
-    than their sums, are not to be alive for all steps.
+    On a CPU there is none as long as the memory of a call is that of the call before. Beyond that
+    touching fresh memory costs more than the arithmetic, and what a chunk computes should stay in a
+    core's cache, but outweigh the weights' gradients, which each chunk adds to the sum of the
+    others. Elsewhere only the increments of accumulated fields, far larger than their sums,
+    are not to be alive for all steps.
     """
     cell, steps = loop.settings.cell, loop.steps
     cpu = target.platform() == "cpu"
@@ -87,6 +91,11 @@ def chunk(loop: Loop) -> int | None:
     if two_layer.serves(loop):
         z = declared(cell).inputs(z)  # what increments read is never formed
     whole = _bytes(z)
+    # Alive at the backward pass: projections, pre-activations and their cotangents; the carries
+    # twice. Increments of sums have hidden units of their own.
+    alive = (6 if cell.sums else 3) * whole + 2 * steps * _bytes(loop.carry)
+    if cpu and alive <= _REUSED_BYTES:
+        return None
     budget = max(_CACHE_BYTES, 2 * _bytes(weights)) if cpu else _CHUNK_BYTES
     most = max(2, steps * budget // max(whole, 1))
     if most >= steps:
@@ -118,24 +127,38 @@ def segment(loop: Loop) -> Segment:
 @jax.custom_vjp
 def _recurrence(loop: Loop) -> tuple[Carry, Carry]:
     """The last carry, and those of all steps."""
-    last, carries, _ = _run(loop)
+    last, carries, _ = _run(loop, halves.count(loop))
     return last, carries
 
 
-def _run(loop: Loop) -> tuple[Carry, Carry, Slots]:
-    """The last carry, the carries of all steps, and their pre-activations by slot."""
-    settings = loop.settings
-    merged = merged_products(loop, inputs_dtype(loop.xs))
+def _run(loop: Loop, parts: int = 1) -> tuple[Carry, Carry, Slots]:
+    """The last carry, the carries of all steps, and their pre-activations by slot.
 
-    def body(c: Carry, inputs: tuple[Slots, Stream]) -> tuple[Carry, Any]:
-        z_t, stream_t = inputs
-        c, pre = recorded_step(loop, step_product(loop.params, merged), z_t, c, stream_t)
-        return c, (c, pre)
+    Args:
+      loop: a product loop.
+      parts: of the batch, of which each has a step of its own; see ``halves``.
+    """
+    settings = loop.settings
+    merged = merged_products(loop, inputs_dtype(loop.xs), always=parts > 1)
+    loops = halves.loops(loop, parts)
+
+    def body(carries: list[Carry], inputs: tuple[Slots, Stream]) -> tuple[list[Carry], Any]:
+        steps = [
+            recorded_step(part, step_product(loop.params, merged), z_t, c, stream_t)
+            for part, c, (z_t, stream_t) in zip(
+                loops, carries, halves.divided(inputs, parts), strict=True
+            )
+        ]
+        return [c for c, _ in steps], halves.joined(steps)
 
     last, (carries, pre) = jax.lax.scan(
-        body, loop.carry, (loop.xs, loop.stream), reverse=settings.reverse, unroll=settings.unroll
+        body,
+        [part.carry for part in loops],
+        (loop.xs, loop.stream),
+        reverse=settings.reverse,
+        unroll=settings.unroll,
     )
-    return last, carries, pre
+    return halves.joined(last), carries, pre
 
 
 def _forward(loop: Loop) -> tuple[tuple[Carry, Carry], Any]:
@@ -195,7 +218,7 @@ def _backward(saved: tuple[Residuals, Weights], cotangents: tuple[Carry, Carry])
     residual, transposed = saved
     loop, carries = residual.loop, residual.carries
     d_last, d_carries = cotangents
-    merged = merged_products(loop, residual.dtype)
+    merged = merged_products(loop, residual.dtype, transposes=True)
 
     def body(state: tuple[Carry, Carry], inputs: Any) -> tuple[tuple[Carry, Carry], Any]:
         d_carry, d_reset = state

@@ -42,7 +42,7 @@ from recurrent_gates.declared import (
 )
 from recurrent_gates.scan import Loop, Stream, select
 
-_FEW_FEATURES = 32
+_FEW_FEATURES = {False: 128, True: 48}  # of the products, and of those with the transposes
 _SPLIT_ROWS = 64  # the least that XLA shares out well among threads
 _ONE_THREAD = 2**22  # multiply-adds that XLA's CPU compiler gives to one thread, about
 _LEAST_WORK = _ONE_THREAD // 2  # for which the other threads are worth their call
@@ -112,17 +112,19 @@ class Merged(NamedTuple):
     weights: jax.Array
 
 
-def merges(loop: Loop) -> bool:
+def merges(loop: Loop, *, transposes: bool) -> bool:
     """Whether products of one vector had better be one.
 
     On a GPU each is a program of its own, which takes microseconds to start. On a CPU the pieces
     of a wide array cost more than they save, but for three cases. The products of one row with
     the transposes, on the way back, are up to 7 times as fast when they are one (F = 1024). Few
-    features: what a product costs is its call. And a product that XLA gives one thread by
-    itself is given all of them when it is four times as large (a gain of 1.05 to 1.3).
+    features: what a product costs is its call (a gain of up to 1.8 forward, at F = 48, and up to
+    1.2 back). And a product that XLA gives one thread by itself is given all of them when it is
+    four times as large (a gain of 1.05 to 1.3).
 
     Args:
       loop: a product loop.
+      transposes: whether the products are those with the transposes, on the way back.
     """
     backend = target.platform()
     if backend != "cpu" or loop.symbolic:
@@ -130,21 +132,25 @@ def merges(loop: Loop) -> bool:
     rows = math.prod(jax.tree.leaves(loop.carry)[0].shape[:-1])
     largest = max(loop.params.matrices.values(), key=lambda m: m.shape[-2], default=None)
     width = 0 if largest is None else largest.shape[-2]
-    if rows == 1 or width <= _FEW_FEATURES:
+    if rows == 1 or width <= _FEW_FEATURES[transposes]:
         return True
     assert largest is not None
     work = rows * width**2 * math.prod(largest.shape[:-2])
     return target.device_count() == 1 and rows >= _SPLIT_ROWS and _LEAST_WORK <= work <= _ONE_THREAD
 
 
-def merged_products(loop: Loop, dtype: Any) -> tuple[Merged, ...]:
+def merged_products(
+    loop: Loop, dtype: Any, *, transposes: bool = False, always: bool = False
+) -> tuple[Merged, ...]:
     """The products of a step that can be one, where one large product beats several small ones.
 
     Args:
       loop: a product loop; of its inputs those that ``update`` reads by themselves, at least.
       dtype: of the products.
+      transposes: whether they are those with the transposes.
+      always: whether they are to be one in any case.
     """
-    if not merges(loop):
+    if not (always or merges(loop, transposes=transposes)):
         return ()
     inputs = {
         name: jax.ShapeDtypeStruct(value.shape[1:], value.dtype) for name, value in loop.xs.items()

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import floor, ours, pair, process
+from benchmarks import floor, ours, pair, process, speed_report
 from benchmarks.command import fail, markdown, milliseconds, save, say
 from benchmarks.peers import PEERS
 from benchmarks.work import Contender, Size
@@ -96,6 +96,7 @@ def measure(
     return {
         "contender": contender,
         "size": shape._asdict(),
+        "operations": floor.count(Contender("lstm"), shape)["operations"],
         "device": pair.device_name(),
         "compile_seconds": sides["ours"].facts["compile_seconds"],
         **{
@@ -173,7 +174,9 @@ def run(options: dict[str, Any], machine: dict[str, Any]) -> int:
         said = [f"{kind} {_ratio(row[kind])} beside {row[kind]['best']}" for kind in KINDS]
         say(f"  {', '.join(said)}")
         save(options["out"], "random", report, table(report))
-    save(options["out"], "random", report, table(report))
+    directory = save(options["out"], "random", report, table(report))
+    if report["rows"]:
+        speed_report.draw_random(report, directory / "random.png")
     print(table(report))
     return int(bool(report["failed"]))
 

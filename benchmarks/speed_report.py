@@ -1,4 +1,4 @@
-"""The table and the figure of ``speed``."""
+"""The table and the figures of ``speed``."""
 
 from __future__ import annotations
 
@@ -108,4 +108,43 @@ def draw(report: dict[str, Any], path: Path) -> None:
         axes.set_title(f"ours / beside (B, T, D, F) on {report['machine']['device']}", fontsize=9)
         axes.grid(axis="x", alpha=0.25, linewidth=0.6)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06 - 0.5 / len(rows)), ncols=2)
+        figure.savefig(path, dpi=150)
+
+
+def draw_random(report: dict[str, Any], path: Path) -> None:
+    """Points of the ratios against the operations of an LSTM's train step at that size, one colour
+    a cell, open where several XLA devices share the batch."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    rows = report["rows"]
+    style: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
+    with rc_context(style):
+        figure = Figure(figsize=(8.5, 3.6), layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        names = {"forward": "forward pass", "train": "train step"}
+        for axes, (kind, name) in zip(panels, names.items(), strict=True):
+            for number, cell in enumerate(dict.fromkeys(row["contender"] for row in rows)):
+                colour = f"C{number}"
+                for several in (False, True):
+                    own = [
+                        row
+                        for row in rows
+                        if row["contender"] == cell and (row["devices"] > 1) is several
+                    ]
+                    axes.scatter(
+                        [row["operations"] for row in own],
+                        [row[kind]["ratio"]["median"] for row in own],
+                        s=22,
+                        facecolors="none" if several else colour,
+                        edgecolors=colour,
+                        label=None if several else cell,
+                    )
+            axes.axhline(1, color="black", linewidth=0.8)
+            axes.set(
+                xscale="log", yscale="log", title=name, xlabel="operations of an LSTM's train step"
+            )
+            axes.grid(alpha=0.25, linewidth=0.6, which="both")
+        panels[0].set_ylabel("the best peer's time / ours (1: equal)")
+        panels[0].legend(frameon=False)
         figure.savefig(path, dpi=150)

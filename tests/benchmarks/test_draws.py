@@ -100,6 +100,7 @@ def test_a_row_below_is_measured_again_alone(monkeypatch, tmp_path, capsys):
         return {
             "contender": arguments["contender"],
             "size": Size(*arguments["size"])._asdict(),
+            "operations": 1e9,
             "forward": timed("flax.lstm", 0.9 if first and len(calls) == 1 else 1.2),
             "train": timed("torch.lstm" if first else arguments["others"][0], 2.0),
         }
@@ -115,6 +116,7 @@ def test_a_row_below_is_measured_again_alone(monkeypatch, tmp_path, capsys):
     assert report["rows"][0]["train"]["best"] == "torch.lstm"  # was not below
     assert "first 0.90 (0.90-0.90), then 1.20" in report["again"][0]
     assert "torch.lstm forward is off by 1." in report["failed"][0]
+    assert (tmp_path / "random.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "| `lstm` | train | 2 | 2.00 | 2.00 |" in printed
     assert "Left out: haiku: haiku is not installed" in printed and "FAILED: lstm at" in printed

@@ -170,7 +170,7 @@ BAD = {
     "--mesh=data:2,data:2": "--mesh=data:2,data:2 names the axis data twice.",
     "--mesh=data:3 --batch_size=8": "--mesh=data:3: --batch_size=8 is not a multiple of 3.",
     "--mesh=lanes:2 --seeds=3": "--mesh=lanes:2: the number of seeds times learning rates, 3, is",
-    "--mesh=vocab:2": "vocab splits the tables of a softmax over words, and only those of language_model",
+    "--mesh=vocab:2": "vocab splits the tables of a softmax over words, and only those of langua",
     "--mesh=data:4096 --batch_size=4096": "--mesh=data:4096 needs 4096 devices, and there are ",
     "gato": "no argument 'gato'",
 }

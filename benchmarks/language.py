@@ -12,9 +12,9 @@ from __future__ import annotations
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from absl import flags
@@ -23,20 +23,12 @@ from absl.flags import FlagValues
 from benchmarks import process, speed_report
 from benchmarks.command import fail, markdown, parse, save, say
 from benchmarks.pair import interleave
-from benchmarks.work import MismatchError
+from benchmarks.training import Trainer, check_losses, copied
 
 _SIZES = {"words": 10_000, "hidden": 650, "embedding": 650, "batch": 20, "window": 70}
 _RATE = 1e-4
 _WINDOWS = 60  # of the drawn text; both sides begin anew at its end
 _COMPARED = 3  # steps whose losses are compared
-_TOLERANCE = 1e-5  # of a loss, relative: sums of F terms in float32
-
-
-class Trainer(NamedTuple):
-    """A side: ``steps(n)`` trains on n more windows and returns the loss of the last one."""
-
-    steps: Callable[[int], float]
-    facts: dict[str, Any]
 
 
 def define(values: FlagValues) -> None:
@@ -61,10 +53,7 @@ def measure(sizes: dict[str, int], steps: int, repeats: int) -> dict[str, Any]:
         write_text(Path(directory), **{name: sizes[name] for name in ("words", "batch", "window")})
         ours, params, tokens = our_side(sizes, directory)
     theirs = torch_side(sizes, params, tokens)
-    losses = [(ours.steps(1), theirs.steps(1)) for _ in range(_COMPARED)]
-    for step, (a, b) in enumerate(losses):
-        if not abs(a - b) <= _TOLERANCE * abs(b):
-            raise MismatchError(f"The losses of step {step} are {a} and {b}.")
+    losses = check_losses(ours, theirs, _COMPARED)
     times = interleave(lambda: ours.steps(steps), lambda: theirs.steps(steps), repeats)
     return {
         "sizes": sizes,
@@ -114,18 +103,8 @@ def our_side(sizes: dict[str, int], data_dir: str) -> tuple[Trainer, Any, np.nda
     learner.prepare()
     state = learner.initial()
     params = jax.tree.map(np.array, state.params)
-    done = 0
-
-    def steps(count: int) -> float:
-        nonlocal state, done
-        nothing = jax.tree.map(np.zeros_like, (state.loss_total, state.loss_weight))
-        state = state._replace(loss_total=nothing[0], loss_weight=nothing[1])
-        state = learner.advance(state, done, done + count)
-        done += count
-        return float(state.loss_total / state.loss_weight)
-
     tokens = np.asarray(learner.data["train"].tokens)
-    return Trainer(steps, {"devices": learner.mesh.size}), params, tokens
+    return Trainer.of(learner, state), params, tokens
 
 
 def torch_side(sizes: dict[str, int], params: Any, tokens: np.ndarray) -> Trainer:
@@ -138,10 +117,6 @@ def torch_side(sizes: dict[str, int], params: Any, tokens: np.ndarray) -> Traine
     embedding = nn.Embedding(sizes["words"], sizes["embedding"])
     lstm = nn.LSTM(sizes["embedding"], sizes["hidden"])
     decoder = nn.Linear(sizes["hidden"], sizes["words"])
-
-    def copied(parameter: Any, array: np.ndarray) -> None:
-        with torch.no_grad():
-            parameter.copy_(torch.from_numpy(np.array(array)))
 
     copied(embedding.weight, params["encoder"]["Embed_0"]["embedding"])
     for name, array in rg.to_torch([{"forward": params["recurrent"]["cell"]}]).items():

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 from collections.abc import Iterator, Sequence
 
 import jax
 
-__all__ = ["compiling_for", "device_count", "devices", "platform"]
+__all__ = ["compiling_for", "cores", "device_count", "devices", "platform"]
 
 _DEVICES: contextvars.ContextVar[tuple[jax.Device, ...]] = contextvars.ContextVar(
     "devices", default=()
@@ -68,3 +69,10 @@ def device_count() -> int:
       That of all processes.
     """
     return len(_DEVICES.get()) or jax.device_count()
+
+
+def cores() -> int:
+    """The number of this machine's cores that the process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import recurrent_gates as rg
+from recurrent_gates import target
 from recurrent_gates.backends import fused
 from recurrent_gates.backends.shared import halves, products, two_layer
 from recurrent_gates.cells import Exploding, HiddenState
@@ -516,7 +517,7 @@ def test_halves_are_the_whole(around, chunk, monkeypatch):
     ],
 )
 def test_where_a_batch_has_halves(name, batch, features, changes, parts, monkeypatch):
-    monkeypatch.setattr(halves, "_cores", lambda: changes.get("cores", 2))
+    monkeypatch.setattr(target, "cores", lambda: changes.get("cores", 2))
     monkeypatch.setattr(jax, "device_count", lambda: changes.get("devices", 1))
     cell = rg.CELLS[name](features)
     params = jax.eval_shape(lambda: cell.init_params(jax.random.key(0), 1))

@@ -8,7 +8,6 @@ changes but the last bits of products.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,15 +31,9 @@ def count(loop: Loop) -> int:
     Args:
       loop: a product loop.
     """
-    if target.platform() != "cpu" or target.device_count() > 1 or loop.symbolic or _cores() != 2:
+    if target.platform() != "cpu" or target.device_count() > 1 or target.cores() != 2:
         return 1
-    return 2 if _is_fast(loop) and _is_divisible(loop) else 1
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return 2 if not loop.symbolic and _is_fast(loop) and _is_divisible(loop) else 1
 
 
 def _is_fast(loop: Loop) -> bool:

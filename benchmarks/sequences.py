@@ -77,7 +77,6 @@ def our_side(
     from experiments.settings.resolver import resolve
     from experiments.training.learner import Learner
     from experiments.training.state import Purpose, key_of
-    from experiments.training.supervised import SupervisedTask
 
     settings = {"detach_prob": detach_prob, "learning_rates": (_RATE,), **settings}
     with tempfile.TemporaryDirectory() as directory:
@@ -92,11 +91,14 @@ def our_side(
     params = jax.tree.map(np.array, state.params)
 
     key = key_of(learner.lanes.each[0], Purpose.DATA)
-    size, task = config.training.batch_size, cast(SupervisedTask, learner.task)
+    size, task = config.training.batch_size, cast(Any, learner.task)
     draw = jax.jit(lambda step: task.batch(learner.data["loaded"], key, step, size))
     batches = [draw(step) for step in range(_BATCHES)]
-    encode = {"copy": lambda x: x[..., None], "pixels": lambda x: x / 255}[experiment]
-    arrays = [(encode(np.array(b.inputs, np.float32)), np.array(b.targets)) for b in batches]
+    arrays = []
+    for batch in batches:
+        inputs = np.array(batch.inputs, np.float32)
+        encoded = inputs[..., None] if experiment == "copy" else inputs / task.source.maximum
+        arrays.append((encoded, np.array(batch.targets)))
     return Trainer.of(learner, state), params, arrays
 
 

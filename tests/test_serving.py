@@ -1,0 +1,73 @@
+"""One step at a time: ``rg.stepper`` against the scan, and what it does with a carry."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import recurrent_gates as rg
+from tests.support import array, assert_close, parameters
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+FEATURES, INPUTS = 4, 3
+
+
+def build(name, **settings):
+    return rg.CELLS[name](FEATURES, **{"param_dtype": jnp.float64, **settings})
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "ur_gru", "om_lstm", "exploding", "gato1", "lru"])
+@pytest.mark.parametrize("batch", [(2,), (1,), ()])
+def test_a_stepper_is_the_scan(name, batch):
+    """Whatever a product reads: the state, the reset state, or the input alone."""
+    cell = build(name, **({} if name == "lru" else {"bias_vectors": 2}))
+    params, xs = parameters(cell, INPUTS), array(8, 4, *batch, INPUTS)
+    step, ys = rg.stepper(cell, params, batch), []
+    carry = step.initial()
+    for x in xs:
+        carry, y = step(carry, x)
+        ys.append(y)
+    assert_close((carry, jnp.stack(ys)), rg.unroll(cell, params, xs, backend="scan"))
+
+
+def test_a_step_is_waited_for_as_long_as_patience_lasts():
+    cell = rg.LSTM(512)
+    step = rg.stepper(cell, cell.init_params(jax.random.key(0), 512), 256)
+    carry, x = step.initial(), jnp.ones((256, 512), jnp.float32)
+    step._patience = 60.0
+    carry, y = step(carry, x)
+    assert y.is_ready()
+    step._patience = 1e-9
+    ready = []
+    for _ in range(5):
+        carry, y = step(carry, x)
+        ready.append(y.is_ready())
+    assert not all(ready)
+
+
+def test_a_stepper_uses_up_its_carry():
+    cell = build("lstm")
+    step = rg.stepper(cell, parameters(cell, INPUTS))
+    first = step.initial()
+    step(first, jnp.ones(INPUTS))
+    assert first.c.is_deleted()
+
+
+class Bare(rg.Cell):
+    """A cell whose parameters tell no width."""
+
+    def init_params(self, key, in_features):
+        return {"w": jnp.ones(in_features)}
+
+    def initial(self, batch_shape):
+        return jnp.zeros((*batch_shape, 1))
+
+    def step(self, params, carry, z_t):
+        return carry + z_t @ params["w"][:, None]
+
+
+def test_a_width_that_nothing_tells():
+    with pytest.raises(ValueError, match="give in_features"):
+        rg.stepper(Bare(), {"w": jnp.ones(3)})
+    carry, y = rg.stepper(Bare(), {"w": jnp.ones(3)}, in_features=3)(jnp.zeros(1), jnp.ones(3))
+    assert y == 3 and carry == 3

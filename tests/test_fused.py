@@ -18,7 +18,7 @@ import pytest
 import recurrent_gates as rg
 from recurrent_gates import target
 from recurrent_gates.backends import fused
-from recurrent_gates.backends.shared import halves, products, two_layer
+from recurrent_gates.backends.shared import halves, products, stepwise, two_layer
 from recurrent_gates.cells import Exploding, HiddenState
 from recurrent_gates.declared import Weights
 from recurrent_gates.scan import Loop, Settings, Stream
@@ -261,6 +261,7 @@ def outgrow_the_cache(monkeypatch, chunk):
     """Makes fused split the time by itself, and form products again or keep them all."""
     if chunk in ("replayed", "kept"):
         monkeypatch.setattr(fused, "_REUSED_BYTES", 0)
+        monkeypatch.setattr(fused, "_FEW_CHUNKS", 0)
         monkeypatch.setattr(fused, "_CACHE_BYTES", 1)
         monkeypatch.setattr(fused, "_REPLAYED", FEATURES if chunk == "replayed" else 0)
 
@@ -462,8 +463,24 @@ def test_where_products_are_one_on_a_cpu(batch, features, devices, forward, back
     assert products.merges(loop, transposes=True) is back
 
 
+AROUND = ("nothing", "masks", "noise", "noise by example", "reverse")
+
+
+def around_a_loop(name, field, *shape):
+    """Arguments of ``unroll``: masks, resets, carry functions."""
+    return {
+        "nothing": {},
+        "masks": dict(valid=array(11, *shape) > -0.5, resets=array(9, *shape) > 0.5),
+        "noise": dict(carry_fns=(rg.Detach(p=0.5),), noise=(array(10, shape[0]) > 0,)),
+        "noise by example": dict(
+            carry_fns=(rg.Zoneout(p=0.5, field=field),), noise=(array(10, *shape, FEATURES) > 0,)
+        ),
+        "reverse": dict(reverse=True),
+    }[name]
+
+
 @pytest.mark.parametrize("chunk", ["whole", "replayed"])
-@pytest.mark.parametrize("around", ["nothing", "masks", "noise", "noise by example", "reverse"])
+@pytest.mark.parametrize("around", AROUND)
 def test_halves_are_the_whole(around, chunk, monkeypatch):
     """Forward: nothing is divided where there is a gradient."""
     outgrow_the_cache(monkeypatch, chunk)
@@ -471,15 +488,7 @@ def test_halves_are_the_whole(around, chunk, monkeypatch):
     cell = build("lstm", "ur")
     batch = 5  # halves of two and three
     shape = (STEPS, batch)
-    how = {
-        "nothing": {},
-        "masks": dict(valid=array(11, *shape) > -0.5, resets=array(9, *shape) > 0.5),
-        "noise": dict(carry_fns=(rg.Detach(p=0.5),), noise=(array(10, STEPS) > 0,)),
-        "noise by example": dict(
-            carry_fns=(rg.Zoneout(p=0.5, field="c"),), noise=(array(10, *shape, FEATURES) > 0,)
-        ),
-        "reverse": dict(reverse=True),
-    }[around]
+    how = around_a_loop(around, "c", *shape)
     carry, reset_carry = state(cell, (batch,)), state(cell, (batch,))
     arguments = parameters(cell, INPUTS), array(8, *shape, INPUTS), carry
 
@@ -531,6 +540,65 @@ def test_where_a_batch_has_halves(name, batch, features, changes, parts, monkeyp
         keys = jnp.issubdtype(stream.noise[0].dtype, jax.dtypes.prng_key)
         parts = 1 if keys else 2
     assert halves.count(products.product_loop(loop, z)) == parts
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize(
+    ("name", "chunk"), [("gru", "replayed"), ("ur_gru", "whole"), ("janet", "whole")]
+)
+def test_steps_that_project_their_inputs_are_the_scan(name, around, chunk, monkeypatch):
+    """Forward; where there is a gradient all inputs are projected at once."""
+    outgrow_the_cache(monkeypatch, chunk)
+    for limit in ("_FEATURES", "_WIDTH", "_INPUTS"):
+        monkeypatch.setattr(stepwise, limit, 0)
+    monkeypatch.setattr(products, "merges", lambda loop, **_: False)
+    cell = rg.CELLS[name](FEATURES, bias_vectors=2, param_dtype=jnp.float64)
+    shape = (STEPS, 2)
+    field = "h" if "h" in cell.initial(()).__class__._fields else "c"
+    how = around_a_loop(around, field, *shape)
+    carry, reset_carry = state(cell, (2,)), state(cell, (2,))
+    arguments = parameters(cell, INPUTS), array(8, *shape, INPUTS), carry
+
+    def run(backend):
+        def run(params, xs, carry):
+            options = dict(reset_carry=reset_carry, return_carries="all", backend=backend)
+            return rg.unroll(cell, params, xs, carry, **options, **how)
+
+        def total(*arguments):
+            return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(run(*arguments)))
+
+        gradient = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*arguments)
+        compiled = jax.jit(run)
+        return compiled(*arguments), gradient, compiled.lower(*arguments).as_text()
+
+    (out, gradient, program), (scanned, expected, _) = run("fused"), run("scan")
+    assert_close(out, scanned)
+    assert_close(gradient, expected)
+    loops = program[program.index("stablehlo.while") :]
+    chunks = 2 if chunk == "replayed" else 1  # and a rest
+    assert loops.count("dot_general") == chunks * 2 * len(cell.slots)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "features", "inputs", "serves"),
+    [
+        ("gru", (64,), 256, 8, True),
+        ("gru", (8, 8), 180, 30, True),
+        ("ur_janet", (12,), 256, 1, True),
+        ("lstm", (64,), 256, 8, False),  # two fields
+        ("gru", (64,), 179, 8, False),
+        ("gru", (11,), 256, 8, False),  # too few numbers in a step
+        ("gru", (64,), 256, 43, False),  # too many inputs
+        ("gato", (64,), 256, 2, False),
+    ],
+)
+def test_where_a_step_projects_its_input(name, batch, features, inputs, serves):
+    cell = rg.CELLS[name](features)
+    params = jax.eval_shape(lambda: cell.init_params(jax.random.key(0), inputs))
+    xs = jax.ShapeDtypeStruct((2, *batch, inputs), jnp.float32)
+    start = jax.eval_shape(lambda: cell.initial(batch))
+    loop = Loop(Settings(cell, batch_dims=len(batch)), params, xs, start, start)
+    assert stepwise.serves(loop) is serves
 
 
 class Halves(rg.SlotCell):

@@ -8,6 +8,8 @@ What is kept of a step, and what is formed again, depends on whether time is tak
   carries formed again without a product (``_rebuild``).
 - In chunks that the caller asked for (``remat``), neither is kept.
 
+Where no gradient is due, a step may project its own inputs (``stepwise``).
+
 The backward loop replays a step from both without computing a recurrent product again, and hands
 out the cotangents of the pre-activations; the weights' gradients are formed after it, one product
 over all steps. A step that is detached for the whole batch skips its products in the backward
@@ -20,13 +22,14 @@ rematerialised by the driver, so that the [T, B, k * J] activations are never al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from recurrent_gates import target
-from recurrent_gates.backends.shared import halves, two_layer
+from recurrent_gates.backends.shared import halves, stepwise, two_layer
 from recurrent_gates.backends.shared.accumulation import (
     feeding,
     joined,
@@ -59,7 +62,8 @@ from recurrent_gates.scan import Loop, Segment, Stream, kept, with_zeros
 # each call touches fresh pages: 14,000 of them, 15 ms, at (64, 64, 64, 256). Below it none are.
 _REUSED_BYTES = 2**25
 _CACHE_BYTES = 2**20  # of projections in a chunk, on a CPU
-_CHUNK_BYTES = 2**26  # the same elsewhere
+_FEW_CHUNKS = 8  # projections over weights: a chunk's weight gradients take 1.03 to 1.1 as long
+_CHUNK_BYTES = 2**26  # of projections in a chunk elsewhere
 _REPLAYED = 300  # the largest F that is formed again: on a CPU 256 gains, 512 loses
 
 
@@ -79,8 +83,8 @@ def chunk(loop: Loop) -> int | None:
     On a CPU there is none as long as the memory of a call is that of the call before. Beyond that
     touching fresh memory costs more than the arithmetic, and what a chunk computes should stay in a
     core's cache, but outweigh the weights' gradients, which each chunk adds to the sum of the
-    others. Elsewhere only the increments of accumulated fields, far larger than their sums,
-    are not to be alive for all steps.
+    others; large weights leave no room for chunks. Elsewhere only the increments of accumulated
+    fields, far larger than their sums, are not to be alive for all steps.
     """
     cell, steps = loop.settings.cell, loop.steps
     cpu = target.platform() == "cpu"
@@ -94,7 +98,7 @@ def chunk(loop: Loop) -> int | None:
     # Alive at the backward pass: projections, pre-activations and their cotangents; the carries
     # twice. Increments of sums have hidden units of their own.
     alive = (6 if cell.sums else 3) * whole + 2 * steps * _bytes(loop.carry)
-    if cpu and alive <= _REUSED_BYTES:
+    if cpu and (alive <= _REUSED_BYTES or whole <= _FEW_CHUNKS * _bytes(weights)):
         return None
     budget = max(_CACHE_BYTES, 2 * _bytes(weights)) if cpu else _CHUNK_BYTES
     most = max(2, steps * budget // max(whole, 1))
@@ -111,6 +115,11 @@ def _bytes(tree: Any) -> int:
 def segment(loop: Loop) -> Segment:
     """A stretch of time; same contract as ``scan_segment``."""
     settings = loop.settings
+    if stepwise.serves(loop):
+        last, carries = _stepwise(loop)
+        z = jax.eval_shape(projected, loop)  # of which only the dtype is read
+        ys = with_zeros(loop.stream.valid, settings.cell.emit(loop.params, carries, z))
+        return Segment(last, ys, carries if settings.keep_carries else None)
     z = projected(loop)
     if settings.cell.sums is None:
         last, carries = _recurrence(product_loop(loop, z))
@@ -125,26 +134,50 @@ def segment(loop: Loop) -> Segment:
 
 
 @jax.custom_vjp
+def _stepwise(loop: Loop) -> tuple[Carry, Carry]:
+    """``_recurrence`` of a loop's own inputs, each of which is projected in its step."""
+    last, carries, _ = _run(stepwise.product_loop(loop), project=stepwise.projection(loop))
+    return last, carries
+
+
+def _stepwise_forward(loop: Loop) -> tuple[tuple[Carry, Carry], Any]:
+    """Where a gradient is due the projections are needed once more, and formed all at once."""
+    return jax.vjp(lambda loop: _recurrence(product_loop(loop, projected(loop))), loop)
+
+
+def _stepwise_backward(pullback: Any, cotangents: tuple[Carry, Carry]) -> tuple[Loop]:
+    return pullback(cotangents)
+
+
+_stepwise.defvjp(_stepwise_forward, _stepwise_backward)
+
+
+@jax.custom_vjp
 def _recurrence(loop: Loop) -> tuple[Carry, Carry]:
     """The last carry, and those of all steps."""
     last, carries, _ = _run(loop, halves.count(loop))
     return last, carries
 
 
-def _run(loop: Loop, parts: int = 1) -> tuple[Carry, Carry, Slots]:
+def _run(
+    loop: Loop, parts: int = 1, project: Callable[[Any], Slots] | None = None
+) -> tuple[Carry, Carry, Slots]:
     """The last carry, the carries of all steps, and their pre-activations by slot.
 
     Args:
       loop: a product loop.
       parts: of the batch, of which each has a step of its own; see ``halves``.
+      project: makes of a step's input in ``loop.xs`` what the step reads; None: it is that.
     """
     settings = loop.settings
-    merged = merged_products(loop, inputs_dtype(loop.xs), always=parts > 1)
+    project = project or dict
+    like = loop.replace(xs=jax.eval_shape(project, loop.xs))
+    merged = merged_products(like, inputs_dtype(like.xs), always=parts > 1)
     loops = halves.loops(loop, parts)
 
     def body(carries: list[Carry], inputs: tuple[Slots, Stream]) -> tuple[list[Carry], Any]:
         steps = [
-            recorded_step(part, step_product(loop.params, merged), z_t, c, stream_t)
+            recorded_step(part, step_product(loop.params, merged), project(z_t), c, stream_t)
             for part, c, (z_t, stream_t) in zip(
                 loops, carries, halves.divided(inputs, parts), strict=True
             )

@@ -72,7 +72,11 @@ def device_count() -> int:
 
 
 def cores() -> int:
-    """The number of this machine's cores that the process may use."""
+    """The number of this machine's cores.
+
+    Returns:
+      That of those which this process may use.
+    """
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -47,7 +47,8 @@ ORDER = (
     | {"memory.relational", "memory.dnc", "memory.rma"},
     {"backends.shared.accumulation", "backends.newton.shooting", "backends.pallas.loop", "memory"},
     {"backends.shared.products", "backends.shared.two_layer", "registry"},
-    {"backends.newton.backend", "backends.pallas.gato", "backends.pallas.recurrence"},
+    {"backends.newton.backend", "backends.pallas.gato", "backends.pallas.recurrence"}
+    | {"backends.shared.stepwise"},
     {"backends.cudnn", "backends.fused", "backends.parallel"},
     {"backends.newton", "backends.pallas.backend"},
     {"backends.pallas", "testing", "analysis.convergence", "gate_theory"},

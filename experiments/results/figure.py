@@ -1,4 +1,5 @@
-"""The figures of ``docs/RESULTS.md``: learning curves, drawn from the files of results."""
+"""The figures of ``docs/RESULTS.md``, drawn from the files of results: learning curves, and scores
+against a setting."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,17 +22,19 @@ _SIZE = (6.4, 3.4)  # inches
 
 
 class Figure(NamedTuple):
-    """The learning curves of some rows of a file of results.
+    """The learning curves of some rows of a file of results, or their scores against a setting.
 
     Attributes:
       name: of the file of results, followed by the settings that all rows share.
       metric: on the vertical axis.
-      rows: label and runs of each line; a run without a curve is left out.
+      rows: label and runs of each line; a run without a curve is left out of learning curves.
+      against: the setting on the horizontal axis, a number; "": learning curves.
     """
 
     name: str
     metric: Metric
     rows: tuple[tuple[str, tuple[Record, ...]], ...]
+    against: str = ""
 
     @property
     def file(self) -> str:
@@ -41,9 +44,14 @@ class Figure(NamedTuple):
     @property
     def digest(self) -> str:
         """SHA-256 of all that is drawn, which the PNG has as its ``Source``."""
-        drawn = [(label, [(run.seeds, run.curve) for run in runs]) for label, runs in self.rows]
+        drawn = [(label, [self._drawn(run) for run in runs]) for label, runs in self.rows]
         content = json.dumps([self.name, self.metric._asdict(), drawn])
         return hashlib.sha256(content.encode()).hexdigest()
+
+    def _drawn(self, run: Record) -> tuple[Any, ...]:
+        if self.against:
+            return run.seeds, run.settings[self.against], run.values
+        return run.seeds, run.curve
 
 
 def is_of(path: Path, figure: Figure) -> bool:
@@ -66,7 +74,10 @@ def draw(figure: Figure, path: Path) -> None:
     Raises:
       UserError: if it cannot be written.
     """
-    curves = [_curve(label, runs) for label, runs in figure.rows]
+    if figure.against:
+        curves = [_scores(label, runs, figure.against) for label, runs in figure.rows]
+    else:
+        curves = [_curve(label, runs) for label, runs in figure.rows]
     metric = figure.metric
     with page(path, *_SIZE, figure.name, source=figure.digest) as sheet:
         axes = sheet.subplots()
@@ -76,8 +87,14 @@ def draw(figure: Figure, path: Path) -> None:
         draw_baseline(axes, metric)
         if metric.higher_is_better:
             axes.set_ylim(0, 1.03)
-        axes.set_xlim(0, max(curve.x[-1] for curve in curves))
-        axes.set_xlabel("updates")
+        if figure.against:
+            axes.set_xscale("log")
+            axes.set_xticks(sorted({x for curve in curves for x in curve.x}), minor=False)
+            axes.minorticks_off()
+            axes.set_xlabel(figure.against.replace("_", " "))
+        else:
+            axes.set_xlim(0, max(curve.x[-1] for curve in curves))
+            axes.set_xlabel("updates")
         axes.set_ylabel(metric.name.replace("_", " "))
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
         axes.grid(alpha=0.25, linewidth=0.6)
@@ -90,3 +107,12 @@ def _curve(label: str, runs: Sequence[Record]) -> Curve:
     steps = sorted(set.intersection(*(set(table) for table in tables)))
     values = [[value for table in tables for value in table[step]] for step in steps]
     return Curve(label, np.array(steps), np.array(values, float))  # None is NaN
+
+
+def _scores(label: str, runs: Sequence[Record], against: str) -> Curve:
+    """The scores of all seeds at each value of a setting."""
+    values: dict[float, list[float | None]] = {}
+    for run in runs:
+        values.setdefault(run.settings[against], []).extend(run.values)
+    at = sorted(values)
+    return Curve(label, np.array(at, float), np.array([values[x] for x in at], float))

@@ -103,6 +103,9 @@ def figures(directory: Path) -> Iterator[Figure]:
 
 def _figure_of(directory: Path, name: str, *words: str) -> Figure:
     results = read(directory / f"{name}.json")
+    against = [word.removeprefix("against=") for word in words if word.startswith("against=")]
+    if against:
+        return _figure_against(results, against[0], name, *words)
     drawn = []
     for row in _chosen(name, results, words):
         if runs := tuple(run for run in row.runs if len(run.curve.get("step", [])) > 1):
@@ -110,6 +113,22 @@ def _figure_of(directory: Path, name: str, *words: str) -> Figure:
     if not drawn:
         raise UserError(f"{name}.json has no learning curve with {' '.join(words)}.")
     return Figure(" ".join([name, *words]), results.metric, tuple(drawn))
+
+
+def _figure_against(results: Results, setting: str, name: str, *words: str) -> Figure:
+    selection = [word for word in words if not word.startswith("against=")]
+    lines: dict[str, tuple[Record, ...]] = {}
+    counts: dict[str, set[int]] = {}
+    for row in _chosen(name, results, selection):
+        if not isinstance(row.runs[0].settings.get(setting), int | float):
+            raise UserError(f"{name}.json has a run whose {setting} is no number, or not given.")
+        label = " ".join(w for w in row.label.split() if not w.startswith(f"{setting}="))
+        lines[label] = lines.get(label, ()) + row.runs
+        counts.setdefault(label, set()).add(len(row.values))
+    for label, seeds in counts.items():
+        if len(seeds) > 1:
+            raise UserError(f"{name}.json has {label} with different numbers of seeds.")
+    return Figure(" ".join([name, *words]), results.metric, tuple(lines.items()), setting)
 
 
 def _figure(directory: Path, name: str, *words: str) -> str:

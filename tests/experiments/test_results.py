@@ -8,6 +8,7 @@ import shlex
 import tomllib
 from unittest import mock
 
+import numpy as np
 import pytest
 from absl.flags import Error
 
@@ -243,6 +244,7 @@ def test_a_row_is_all_seeds_of_a_setting(tmp_path):
         ("{runs none}", "none.json cannot be read"),
         ("{runs some cell=lstm}", "some.json has no run with cell=lstm"),
         ("{figure some length=8}", "some.json has no learning curve with length=8"),
+        ("{figure some against=length}", "a run whose length is no number, or not given"),
     ],
 )
 def test_a_table_that_cannot_be_made_is_refused(tmp_path, prose, sentence):
@@ -272,6 +274,31 @@ def test_a_figure_has_the_curves_of_all_seeds(tmp_path, monkeypatch):
     (changed,) = page.figures(tmp_path)
     assert not figure.is_of(tmp_path / one.file, changed)
     assert not figure.is_of(tmp_path / "none.png", one)
+
+
+def test_a_figure_against_a_setting_has_the_scores_of_all_seeds(tmp_path, monkeypatch):
+    runs = [
+        one_record([0.2, 0.4], length=30),
+        one_record([0.1, None], length=4),
+        one_record([0.6, 0.7], cell="gato", length=4),
+    ]
+    prose = "{figure some against=length}"
+    assert "images/results/some_against_length.png" in pages(tmp_path, runs, prose)
+    (one,) = page.figures(tmp_path)
+    draw_curves = mock.Mock(side_effect=figure.draw_curves)
+    monkeypatch.setattr(figure, "draw_curves", draw_curves)
+    figure.draw(one, tmp_path / one.file)
+    curves = {curve.label: curve for curve in draw_curves.call_args.args[1]}
+    assert list(curves) == ["gato", "gru"]
+    assert list(curves["gru"].x) == [4, 30] and list(curves["gato"].x) == [4]
+    np.testing.assert_array_equal(curves["gru"].values, [[0.1, np.nan], [0.2, 0.4]])
+    np.testing.assert_array_equal(curves["gato"].values, [[0.6, 0.7]])
+    assert figure.is_of(tmp_path / one.file, one)
+    pages(tmp_path, [one_record([0.3, 0.4], length=30), *runs[1:]], prose)
+    (changed,) = page.figures(tmp_path)
+    assert not figure.is_of(tmp_path / one.file, changed)
+    with pytest.raises(UserError, match="has gru with different numbers of seeds"):
+        pages(tmp_path, [one_record([0.3], length=30), *runs[1:]], prose)
 
 
 CLAIM = """

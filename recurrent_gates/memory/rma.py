@@ -243,10 +243,23 @@ def _read(memory: jax.Array, keys: jax.Array, strengths: jax.Array, top_k: int) 
     product = jnp.einsum("...rz,...nz->...rn", keys, memory)
     similar = product * _inverse_length(memory)[..., None, :]
     _, rows = jax.lax.top_k(jax.lax.stop_gradient(similar), top_k)
+    heads, slots = similar.shape[-2:]
+    if slots <= heads * top_k:  # no more rows than the heads would copy: read them where they are
+        similar = jnp.where(_among(rows, slots), similar, -jnp.inf)
+        return jnp.einsum("...rn,...nz->...rz", jax.nn.softmax(similar, axis=-1), memory)
     chosen = jnp.take_along_axis(memory[..., None, :, :], rows[..., None], axis=-2)
     product = jnp.einsum("...rz,...rkz->...rk", keys, chosen)
     weights = jax.nn.softmax(product * _inverse_length(chosen), axis=-1)
     return jnp.einsum("...rk,...rkz->...rz", weights, chosen)
+
+
+def _among(rows: jax.Array, slots: int) -> jax.Array:
+    """Which of the slots are among the rows ``[..., K]``: bool ``[..., slots]``."""
+    heads = rows.reshape(-1, rows.shape[-1])
+    places = (jnp.arange(heads.shape[0])[:, None], heads)
+    none = jnp.zeros((heads.shape[0], slots), bool)
+    among = none.at[places].set(True, unique_indices=True, mode="promise_in_bounds")
+    return among.reshape(*rows.shape[:-1], slots)
 
 
 def _write(memory: jax.Array, position: jax.Array, code: jax.Array) -> jax.Array:

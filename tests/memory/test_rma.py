@@ -43,7 +43,12 @@ def strengths(params, h):
 
 @pytest.mark.parametrize(
     ("gate", "settings"),
-    [("standard", {}), ("ur", dict(top_k=5, bias_vectors=2)), ("om", dict(top_k=1))],
+    [
+        ("standard", {}),
+        ("ur", dict(top_k=5, bias_vectors=2)),
+        ("c", dict(top_k=2)),  # two heads copy four of the five rows; those above read in place
+        ("om", dict(top_k=1)),
+    ],
 )
 def test_one_step_is_the_papers(gate, settings):
     cell = build(gate, **settings)

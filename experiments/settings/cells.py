@@ -17,7 +17,15 @@ from experiments.settings.model import ModelSettings
 from recurrent_gates import initializers
 
 _INITIALIZERS = ("kernel_init", "recurrent_kernel_init", "bias_init")
-_PARTS = ("memory_slots", "heads")
+# Settings without which a cell may not be built at all, and their names in it.
+_PARTS = {
+    "memory_slots": "memory_slots",
+    "heads": "heads",
+    "word_size": "word_size",
+    "read_heads": "read_heads",
+    "rows_read": "top_k",
+}
+_NOT_TOLD = ("word_size", "read_heads", "rows_read")  # None: as the cell has it
 _STANDARD = rg.GATES["standard"]
 
 # Of what a cell decides and a protocol does not.
@@ -36,7 +44,7 @@ def bare_cell(name: str, hidden_size: int, **parts: int) -> rg.Cell:
     Args:
       name: of the cell.
       hidden_size: its units.
-      **parts: into how many it is divided, of ``parts_of``, where the cell has such settings.
+      **parts: the sizes of its parts, of ``parts_of``, where the cell has such settings.
 
     Raises:
       UserError: if there is no such cell, or it cannot have that size.
@@ -69,8 +77,10 @@ def bare_cell(name: str, hidden_size: int, **parts: int) -> rg.Cell:
 
 
 def parts_of(settings: Mapping[str, Any]) -> dict[str, int]:
-    """Those settings of a cell without which it may not be built at all."""
-    return {name: settings[name] for name in _PARTS if settings.get(name) is not None}
+    """Those settings of a cell without which it may not be built at all, by their names in it."""
+    return {
+        field: settings[name] for name, field in _PARTS.items() if settings.get(name) is not None
+    }
 
 
 def _divided(cell: Callable[..., rg.Cell], hidden_size: int, parts: Mapping[str, int]) -> rg.Cell:
@@ -104,9 +114,9 @@ def own_settings(cell: rg.Cell) -> dict[str, Any]:
     own: dict[str, Any] = {}
     if fields.issuperset(_INITIALIZERS):
         own["init"] = "library"
-    for name in ("bias_vectors", *_PARTS):
-        if name in fields:
-            own[name] = getattr(cell, name)
+    for name, field in {"bias_vectors": "bias_vectors", **_PARTS}.items():
+        if field in fields:
+            own[name] = None if name in _NOT_TOLD else getattr(cell, field)
     if own.get("heads") == 1:
         own["heads"] = None  # whole matrices, as before there were heads
     gate: Any = getattr(cell, "gate", None)
@@ -202,9 +212,10 @@ def build_cell(model: ModelSettings) -> rg.Cell:
         )
     changes: dict[str, Any] = {
         name: value
-        for name in ("bias_vectors", "reset", "s_update", *_PARTS)
+        for name in ("bias_vectors", "reset", "s_update")
         if (value := getattr(model, name)) is not None
     }
+    changes |= parts_of(dataclasses.asdict(model))
     of_gate = {
         name: value
         for name in ("forget_bias", "refine_bias", "downsize", "tmax")

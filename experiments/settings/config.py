@@ -16,7 +16,15 @@ from experiments.settings.optimization import TrainingSettings
 
 _NO_MATHEMATICS = ("model.backend", "task.data_dir", "training.mesh")
 # Than runs whose default directories should be found again.
-_NEWER = ("training.ties", "training.on_divergence", "model.memory_slots", "model.heads")
+_NEWER = (
+    "training.ties",
+    "training.on_divergence",
+    "model.memory_slots",
+    "model.heads",
+    "model.word_size",
+    "model.read_heads",
+    "model.rows_read",
+)
 _SEEDS = 2**31  # a seed is an int32
 
 

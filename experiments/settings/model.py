@@ -60,6 +60,11 @@ class ModelSettings:
         "GRU, a JANET or an sLSTM, whose units then read those of their own block, or none",
         least=1,
     )
+    word_size: int | None = setting("units of a memory's slot (dnc, rma)", least=1)
+    read_heads: int | None = setting("heads that read a memory (dnc, rma)", least=1)
+    rows_read: int | None = setting(
+        "rows of its memory that a head of an RMA reads, the most similar ones (its top_k)", least=1
+    )
     lambda_: float | None = setting("GATO's decay rate", least=0, below=1)
     embedding: int = setting("width of the token embedding", least=0, needs=("inputs", ("embed",)))
     embedding_dropout: float = setting(

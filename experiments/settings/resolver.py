@@ -214,6 +214,9 @@ _OF_THE_CELL = (
     "s_update",
     "memory_slots",
     "heads",
+    "word_size",
+    "read_heads",
+    "rows_read",
     "lambda_",
 )
 

@@ -271,7 +271,7 @@ def test_what_a_paper_says_is_not_ours():
 def test_a_protocol_says_what_has_no_default(name):
     """Beside what is the cell's: a setting is never left open."""
     of_the_cell = {n for group in TORCH_CELLS.values() for n in group}
-    of_the_cell |= {"refine_bias", "memory_slots", "heads"}
+    of_the_cell |= {"refine_bias", "memory_slots", "heads", "word_size", "read_heads", "rows_read"}
     for protocol in ALL[name].protocols:
         values = ALL[name].values(protocol)
         known = ALL[name].declarations()
@@ -326,11 +326,28 @@ def test_a_newer_setting_leaves_default_directories():
     act."""
     config = tiny(keep_best=True)
     newer = {"training.ties", "training.on_divergence", "model.memory_slots", "model.heads"}
+    newer |= {"model.word_size", "model.read_heads", "model.rows_read"}
     before = {name: value for name, value in config.identity().items() if name not in newer}
     digest = hashlib.sha256(json.dumps(before, sort_keys=True).encode()).hexdigest()
     assert config.hash() == tiny(keep_best=True, ties="first").hash() == digest[:8]
     assert tiny(keep_best=True, ties="last").hash() != config.hash()
     assert tiny(keep_best=True, ties="last").identity()["training.ties"] == "last"
+
+
+def test_a_memory_has_the_sizes_that_are_asked_for():
+    """Where they are left out it has its own, and its directory is that from before them."""
+    asked = {"word_size": 6, "read_heads": 2, "rows_read": 3}
+    rma = build_cell(tiny(cell="rma", hidden_size=8, memory_slots=5, **asked).model)
+    assert (rma.memory_slots, rma.word_size, rma.read_heads, rma.top_k) == (5, 6, 2, 3)
+    own = build_cell(tiny(cell="ur_dnc", hidden_size=8).model)
+    assert (own.memory_slots, own.word_size, own.read_heads) == (16, 16, 4)
+    assert own.clone(word_size=6) == build_cell(
+        tiny(cell="ur_dnc", hidden_size=8, word_size=6).model
+    )
+    with pytest.raises(UserError, match=r"^--rows_read is not for dnc"):
+        tiny(cell="dnc", hidden_size=8, rows_read=3)
+    with pytest.raises(UserError, match=r"^--cell=rma: .* top_k = 50 .* only 40\.$"):
+        tiny(cell="rma", hidden_size=8, memory_slots=40)
 
 
 @pytest.mark.parametrize("cell", ["lstm", "ur_gru", "janet"])

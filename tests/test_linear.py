@@ -10,6 +10,7 @@ from jax.test_util import check_grads
 
 import recurrent_gates as rg
 from recurrent_gates import scan
+from recurrent_gates.backends import parallel
 from recurrent_gates.testing import check_cell
 from tests import reference
 from tests.support import array, assert_close, parameters, quick_jit, state, to_numpy
@@ -169,6 +170,13 @@ def test_gato_with_another_gate_is_one_under_all_backends(name):
 # The parallel backend
 
 
+@pytest.fixture(params=["one", "many"])
+def blocks(request, monkeypatch):
+    """One block of all steps, as on a CPU, and blocks of 16 steps, as where many fit a device."""
+    if request.param == "many":
+        monkeypatch.setattr(parallel, "_block_steps", lambda steps, width: 16)
+
+
 def results(cell, how, backend, params, xs):
     """Values, and the gradients of params, inputs, carry and reset_carry for random cotangents."""
     shape, dtype = xs.shape[1:-1], xs.dtype
@@ -227,22 +235,22 @@ HOW = {
         ("lru", "chunks"),
     ],
 )
-def test_parallel_is_the_scan(name, how):
+def test_parallel_is_the_scan(name, how, blocks):
     compare(name, HOW[how])
 
 
 @pytest.mark.parametrize("steps", [1, 32, 33])
-def test_any_number_of_steps(steps):
+def test_any_number_of_steps(steps, blocks):
     """One step, two blocks' worth in one, and just three blocks."""
     compare("minlstm", dict(reverse=True), steps)
 
 
-def test_65536_steps_of_saturated_gates():
+def test_65536_steps_of_saturated_gates(blocks):
     """Gates that are 0 and 1 to the last digit."""
     compare("rg_lru", {}, 65_536, scale=20.0)
 
 
-def test_float32():
+def test_float32(blocks):
     cell = build("u_mingru", param_dtype=jnp.float32)
     params, xs = jax.tree.map(
         lambda a: a.astype(jnp.float32), (parameters(cell, INPUTS), array(8, 4096, BATCH, INPUTS))
@@ -251,14 +259,14 @@ def test_float32():
     assert_close(got, want, 2e-5)
 
 
-def test_gradients_match_finite_differences():
+def test_gradients_match_finite_differences(blocks):
     cell = build("minlstm")
     params, xs = parameters(cell, INPUTS), array(8, 50, 1, INPUTS)
     run = jax.jit(lambda params, xs: rg.unroll(cell, params, xs, backend="parallel")[1])
     check_grads(run, (params, xs), order=1, modes=("rev",), eps=1e-6, atol=1e-6, rtol=1e-6)
 
 
-def test_a_reset_stops_what_is_not_finite():
+def test_a_reset_stops_what_is_not_finite(blocks):
     """NaN before a reset reaches no value and no gradient after it."""
     cell = build("mingru")
     params, xs = parameters(cell, INPUTS), array(8, STEPS, 1, INPUTS)

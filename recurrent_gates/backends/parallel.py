@@ -4,8 +4,8 @@ Time is cut into N blocks of L steps, which run side by side. A first pass compo
 each block to one, an associative scan over the N maps gives what each block starts from, and a
 second pass writes the values. So the depth is L + log N and the work twice that of the plain loop,
 where an associative scan over all steps would read and write everything log T times. Where a step
-is wide enough to keep the machine busy there is one block, which is the plain loop over nothing
-but a multiplication and an addition.
+is wide enough to keep the machine busy, and on a CPU always, there is one block, which is the plain
+loop over nothing but a multiplication and an addition.
 
 Masks, resets and carry functions leave a step linear: they enter a and b. The backward pass is a
 linear recurrence in reverse, c_{t-1} = a_t^T (c_t + y_t), solved in the same way.
@@ -36,9 +36,9 @@ Vector = tuple[jax.Array, ...]
 Matrix = tuple[Vector, ...]
 """What each field of the next step takes of each field of this one."""
 
-_CHUNK_BYTES = 2**20  # of projections in a chunk, on a CPU, as the fused backend has it
-_LANES = {"cpu": 2**13}  # numbers that keep the machine busy while a step of a loop is begun
-_MANY_LANES = 2**18  # on other platforms
+_CHUNK_BYTES = 2**20  # of projections or of coefficients in a chunk, on a CPU
+_PARAM_CHUNKS = 8  # times the bytes of the parameters, at least
+_LANES = 2**18  # numbers that keep a GPU or a TPU busy while a step of a loop is begun
 _LEAST = 16  # steps in a block: fewer gain nothing over the scan that joins the blocks
 
 
@@ -62,17 +62,23 @@ def unsupported(loop: Loop) -> str | None:
 def chunk(loop: Loop) -> int | None:
     """The steps per rematerialised chunk that this backend wants, or None for no chunks.
 
-    On a CPU a chunk's coefficients are to stay in a core's cache; see the fused backend.
+    On a CPU a chunk is to stay in a core's cache, and to be large beside the parameters, whose
+    gradient is added to once a chunk.
     """
     if target.platform() != "cpu" or not loop.steps:
         return None
     z = jax.eval_shape(loop.settings.cell.project, loop.params, loop.xs)
-    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(z))
-    most = max(_LEAST, loop.steps * _CHUNK_BYTES // max(whole, 1))
+    coefficients = loop.steps * (1 + len(jax.tree.leaves(loop.carry))) * _bytes(loop.carry)
+    budget = max(_CHUNK_BYTES, _PARAM_CHUNKS * _bytes(loop.params))
+    most = max(_LEAST, loop.steps * budget // max(_bytes(z), coefficients, 1))
     if most >= loop.steps:
         return None
     # Without a rest, if that costs little: a rest is a second program to compile.
     return next((n for n in range(most, most // 2, -1) if loop.steps % n == 0), most)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def segment(loop: Loop) -> Segment:
@@ -235,9 +241,7 @@ def _solve(
 ) -> tuple[Vector, Vector]:
     """(last value, all that is written down ``[T, ...]``) of a linear step."""
     steps, width = inputs[0].shape[0], inputs[0][0].size
-    lanes = _LANES.get(target.platform(), _MANY_LANES)
-    length = max(_LEAST, -(-steps * width // lanes))
-    count = -(-steps // length)
+    count = -(-steps // _block_steps(steps, width))
     if count < 3:  # two passes over two blocks are as long as one over both
         return _in_sequence(step, traversal, slopes, inputs, start)
     length = -(-steps // count)
@@ -257,6 +261,13 @@ def _solve(
     whole = tuple(x.reshape(count * length, *x.shape[2:]) for x in written)
     extra = count * length - steps
     return last, tuple(x[extra:] if traversal.reverse else x[:steps] for x in whole)
+
+
+def _block_steps(steps: int, width: int) -> int:
+    """L, for steps of so many numbers."""
+    if target.platform() == "cpu":  # where a loop of small steps is one compiled function
+        return steps
+    return max(_LEAST, -(-steps * width // _LANES))
 
 
 def _in_sequence(

@@ -194,6 +194,21 @@ _UR = {
     "eval_every": Sourced(2000, "ours: 100 points on the curve"),
 }
 
+
+def _active(figure: str, *, apples: float, discount: float) -> Protocol:
+    """Active Match among apples of one reward."""
+    return Protocol(
+        settings={
+            **_UR,
+            "challenge": Sourced("active_match", figure),
+            "apples": Sourced(10, "ours: the public code's"),
+            "apple_rewards": Sourced((apples,), f"UR D.3: apples of {apples:g}"),
+            "discount": Sourced(discount, "UR D.3: reinforcement learning"),
+        },
+        cells=LIBRARY_CELLS,
+    )
+
+
 _PROTOCOLS = {
     "ur_fig7": Protocol(
         settings={
@@ -204,26 +219,8 @@ _PROTOCOLS = {
         },
         cells=LIBRARY_CELLS,
     ),
-    "ur_fig8": Protocol(
-        settings={
-            **_UR,
-            "challenge": Sourced("active_match", "UR Figure 8"),
-            "apples": Sourced(10, "ours: the public code's"),
-            "apple_rewards": Sourced((1.0,), "UR D.3: apples of 1"),
-            "discount": Sourced(0.998, "UR D.3: reinforcement learning"),
-        },
-        cells=LIBRARY_CELLS,
-    ),
-    "ur_fig10": Protocol(
-        settings={
-            **_UR,
-            "challenge": Sourced("active_match", "UR Figure 10"),
-            "apples": Sourced(10, "ours: the public code's"),
-            "apple_rewards": Sourced((5.0,), "UR D.3: apples of 5"),
-            "discount": Sourced(0.96, "UR D.3: reinforcement learning"),
-        },
-        cells=LIBRARY_CELLS,
-    ),
+    "ur_fig8": _active("UR Figure 8", apples=1.0, discount=0.998),
+    "ur_fig10": _active("UR Figure 10", apples=5.0, discount=0.96),
     "pycolab": Protocol(
         settings={**_PUBLIC, **_PYCOLAB, "reconstruction": Sourced(True, "the public code")},
         cells=LIBRARY_CELLS,

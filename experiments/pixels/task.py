@@ -20,7 +20,7 @@ from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
 from experiments.settings.model import ModelSettings
 from experiments.training.models import Decoder, SequenceModel, wide
-from experiments.training.permutation import permuted
+from experiments.training.permutation import batch_of_epoch
 from experiments.training.supervised import Batch, SupervisedTask
 from recurrent_gates import RNN, Stack
 
@@ -180,11 +180,7 @@ class PixelsTask(PixelsSettings, SupervisedTask):
 
     def batch(self, loaded: dict[str, Batch], key: jax.Array, step: jax.Array, size: int) -> Batch:
         images, labels, _ = loaded["train"]
-        per_epoch = len(images) // size
-        epoch_key = jax.random.fold_in(key, step // per_epoch)
-        first = step % per_epoch * size
-        indices = first + jnp.arange(size, dtype=first.dtype)
-        chosen = permuted(epoch_key, indices, len(images))
+        chosen = batch_of_epoch(key, step, size, len(images))
         return Batch(jnp.swapaxes(images[chosen], 0, 1), labels[chosen][None])
 
     def score(self, outputs: jax.Array, batch: Batch) -> dict[str, jax.Array]:

@@ -21,7 +21,7 @@ from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
 from experiments.settings.model import ModelSettings
 from experiments.training.models import Decoder, SequenceModel, TokenEncoder
-from experiments.training.permutation import permuted
+from experiments.training.permutation import batch_of_epoch
 from experiments.training.supervised import Batch, SupervisedTask
 from recurrent_gates import RNN, Stack
 
@@ -127,11 +127,7 @@ class SentimentTask(SentimentSettings, SupervisedTask):
         if self.dataset == "grammar":
             return self._drawn(jax.random.fold_in(key, step), size)
         words, verdicts, _ = loaded["train"]
-        per_epoch = len(words) // size
-        epoch_key = jax.random.fold_in(key, step // per_epoch)
-        first = step % per_epoch * size
-        indices = first + jnp.arange(size, dtype=first.dtype)
-        chosen = permuted(epoch_key, indices, len(words))
+        chosen = batch_of_epoch(key, step, size, len(words))
         return Batch(jnp.swapaxes(words[chosen], 0, 1), verdicts[chosen][None])
 
     def score(self, outputs: jax.Array, batch: Batch) -> dict[str, jax.Array]:

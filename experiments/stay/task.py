@@ -24,7 +24,7 @@ from experiments.settings.model import ModelSettings
 from experiments.stay import generated
 from experiments.stay.settings import StaySettings
 from experiments.training.models import Decoder, SequenceModel, wide
-from experiments.training.permutation import permuted
+from experiments.training.permutation import batch_of_epoch
 from experiments.training.supervised import Batch, SupervisedTask
 from recurrent_gates import GRUD, RNN, Stack, gru_d_inputs
 from recurrent_gates.initializers import torch_linear_bias, torch_linear_kernel
@@ -220,11 +220,7 @@ class StayTask(StaySettings, SupervisedTask):
         if self.generated:
             return _drawn(jax.random.fold_in(key, step), size)
         inputs, labels, _ = loaded["train"]
-        per_epoch = len(inputs) // size
-        epoch_key = jax.random.fold_in(key, step // per_epoch)
-        first = step % per_epoch * size
-        indices = first + jnp.arange(size, dtype=first.dtype)
-        chosen = permuted(epoch_key, indices, len(inputs))
+        chosen = batch_of_epoch(key, step, size, len(inputs))
         return Batch(jnp.swapaxes(inputs[chosen], 0, 1), labels[chosen][None])
 
     def masks(self, batch: Batch) -> dict[str, jax.Array]:

@@ -45,6 +45,28 @@ def permuted(key: jax.Array, indices: jax.Array, count: int) -> jax.Array:
     return jax.lax.while_loop(lambda at: at[1].any(), walk, start)[0]
 
 
+def batch_of_epoch(key: jax.Array, step: jax.Array, size: int, count: int) -> jax.Array:
+    """Which of ``count`` examples a step's batch has.
+
+    Each epoch goes through them in another random order; the last ones of that order, which would
+    be a smaller batch, are left out.
+
+    Args:
+      key: decides the order of every epoch.
+      step: int, from 0.
+      size: examples in a batch, at most ``count``.
+      count: examples in all.
+
+    Returns:
+      uint32 ``[size]``, below ``count``; different ones, also from those of the epoch's other
+      batches.
+    """
+    per_epoch = count // size
+    first = step % per_epoch * size
+    places = first + jnp.arange(size, dtype=first.dtype)
+    return permuted(jax.random.fold_in(key, step // per_epoch), places, count)
+
+
 def _mixed(x: jax.Array) -> jax.Array:
     """uint32 -> uint32; every bit of the result depends on all of x (MurmurHash3's finaliser)."""
     x = (x ^ x >> 16) * jnp.uint32(0x85EBCA6B)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.training.permutation import permuted
+from experiments.training.permutation import batch_of_epoch, permuted
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 1293, 54_000])
@@ -36,3 +36,12 @@ def test_all_pairs_of_values_are_equally_likely():
         pairs = np.bincount(first * count + second, minlength=count**2).reshape(count, count)
         assert (np.diag(pairs) == 0).all()
         assert stats.chisquare(pairs[~np.eye(count, dtype=bool)]).pvalue > 0.05
+
+
+def test_an_epoch_has_every_example_once():
+    """Of 11 examples in batches of 3 it leaves out two; the next epoch has another order."""
+    batches = [batch_of_epoch(jax.random.key(0), jnp.int32(step), 3, 11) for step in range(6)]
+    epochs = np.asarray(batches).reshape(2, 9)
+    for epoch in epochs:
+        assert len(set(epoch.tolist())) == 9 and epoch.max() < 11
+    assert (epochs[0] != epochs[1]).any()

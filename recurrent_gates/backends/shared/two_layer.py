@@ -1,4 +1,4 @@
-"""GATO's two-layer increment for few inputs on a CPU, without its k * J pre-activations.
+"""GATO's two-layer increment on a CPU, without keeping its k * J pre-activations.
 
 F is piecewise linear in what it reads. With p_i = first_i x + on_r_i r (x has a constant input, for
 the bias), the mask m_i = [p_i > 0] and the cotangent d of F = sum_i out_i relu(p_i),
@@ -9,9 +9,10 @@ the bias), the mask m_i = [p_i > 0] and the cotangent d of F = sum_i out_i relu(
     d on_r_i    = out_i sum_n m_i d r
     d out_i     = sum_n d relu(p_i).
 
-Each p_i is formed where it is used, which for a few inputs costs less than to write it and to read
-it back; sums are written out, since XLA's CPU compiler makes vector code of additions but not of
-reductions.
+Of a few inputs each p_i is formed where it is used, which costs less than to write it and to read
+it back (``_total``). Of more inputs one product forms those of some rows, and all sums read them
+(``_total_by_products``). Sums are written out, since XLA's CPU compiler makes vector code of
+additions but not of reductions.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from recurrent_gates.backends.shared.rows import on_one_cpu
 from recurrent_gates.base import Cell
 from recurrent_gates.declared import Params
 from recurrent_gates.gato import GATO, GATOState, TwoLayer
-from recurrent_gates.scan import Loop
+from recurrent_gates.scan import Loop, kept
 from recurrent_gates.shapes import lead
 
-_FEW = 6  # inputs; each sum forms p again, and at 7 that costs what it saves
+_FEW = 5  # inputs, with the constant one; each sum forms p again, and of 6 that costs 1.2 to 1.6
 _SUMMED = 16  # rows in one sum; with 8 XLA's loop is not made of vector operations
 _HIDDEN = 16  # hidden units in one sum; likewise, and what is compiled grows with them
 _ROWS = 6 * _SUMMED  # rows at a time otherwise: what is formed of them stays in cache
+_PRODUCTS = 2**20  # pre-activations that one product forms: 4 MB
 
 Total = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -45,13 +47,13 @@ def is_two_layer(cell: Cell) -> bool:
 
 
 def serves(loop: Loop) -> bool:
-    """Whether a cell's increments are faster by ``increment``: few inputs, on one CPU device."""
+    """Whether a cell's increments are faster by ``increment``: on one CPU device."""
     cell, xs = loop.settings.cell, loop.xs
     if not is_two_layer(cell) or not on_one_cpu() or loop.symbolic:
         return False
     assert isinstance(loop.carry, GATOState)
     dtype = cell.dtype or jnp.result_type(xs, loop.params["g"]["kernel"]["s"])
-    return xs.shape[-1] < _FEW and jnp.dtype(dtype) == loop.carry.r.dtype  # p is in one dtype
+    return jnp.dtype(dtype) == loop.carry.r.dtype  # p is in one dtype
 
 
 def increment(
@@ -69,7 +71,7 @@ def increment(
       r: ``[..., J]``, float32 or wider.
       x: inputs ``[..., D]``.
       dtype: dtype of the product with x; None: that of x and the kernel together.
-      total: the sum over the hidden units; default: ``_total`` below.
+      total: the sum over the hidden units; default: one of those below.
       zeros: how many inputs that are zero ``total`` wants, beside the constant one.
 
     Returns:
@@ -88,7 +90,8 @@ def increment(
     first = jnp.pad(first, ((0, zeros), (0, 0))).reshape(-1, hidden, units).swapaxes(0, 1)
     on_r = params["recurrent_kernel"]["s"].astype(r.dtype).reshape(hidden, units)
     rows = (x.reshape(-1, x.shape[-1]), r.reshape(-1, units))
-    sums = (total or _total)(*rows, first, on_r, out).reshape(r.shape)
+    total = total or (_total if x.shape[-1] <= _FEW else _total_by_products)
+    sums = total(*rows, first, on_r, out).reshape(r.shape)
     sums = sums + lead(params["out_bias"].astype(sums.dtype), sums)
     return pointwise.softplus(sums)  # GATO eq. (6)
 
@@ -141,7 +144,7 @@ def _pre_activation(
 
 
 def _forward(*inputs: jax.Array) -> tuple[jax.Array, Any]:
-    return _total(*inputs), inputs
+    return kept(_total(*inputs)), inputs
 
 
 def _backward(inputs: Any, d_total: jax.Array) -> tuple[jax.Array, ...]:
@@ -180,10 +183,12 @@ def _backward(inputs: Any, d_total: jax.Array) -> tuple[jax.Array, ...]:
     return d_x.astype(x.dtype), d_r, d_first.astype(first.dtype), d_on_r, d_out
 
 
-def _by_row(function: Callable[[Any], Any], arrays: tuple[jax.Array, ...]) -> Any:
+def _by_row(
+    function: Callable[[Any], Any], arrays: tuple[jax.Array, ...], most: int = _ROWS
+) -> Any:
     """A function of rows ``[n, ...]``, taken of few at a time."""
     count = len(arrays[0])
-    values = jax.lax.map(function, _blocks(arrays, max(1, min(_ROWS, count))))
+    values = jax.lax.map(function, _blocks(arrays, max(1, min(most, count))))
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:count], values)
 
 
@@ -199,3 +204,108 @@ def _on(p: jax.Array, value: jax.Array) -> jax.Array:
 
 
 _total.defvjp(_forward, _backward)
+
+
+# Of more inputs.
+
+
+@jax.custom_vjp
+def _total_by_products(
+    x: jax.Array, r: jax.Array, first: jax.Array, on_r: jax.Array, out: jax.Array
+) -> jax.Array:
+    """As ``_total``."""
+    groups = _groups(first, on_r, out)
+
+    def by_row(rows: Any) -> jax.Array:
+        x, r = rows
+
+        def add(total: jax.Array, group: Any) -> tuple[jax.Array, None]:
+            terms = [
+                out_i[None] * jax.nn.relu(z_i + on_r_i[None] * r)
+                for z_i, on_r_i, out_i in zip(_units(x, group[0]), *group[1:], strict=True)
+            ]
+            return functools.reduce(jnp.add, terms, total), None
+
+        return jax.lax.scan(add, jnp.zeros_like(r), groups)[0]
+
+    return _by_row(by_row, (x, r), _rows_of_products(groups))
+
+
+def _rows_of_products(groups: tuple[jax.Array, ...]) -> int:
+    """How many rows one product takes, a multiple of those in a sum."""
+    return max(1, _PRODUCTS // groups[2][0].size // _SUMMED) * _SUMMED
+
+
+def _product(x: jax.Array, first: jax.Array) -> jax.Array:
+    """x first_i of rows ``[n, D]`` and a group's ``[g, D, J]``: ``[n, g * J]``."""
+    by_feature = first.swapaxes(0, 1).reshape(x.shape[1], -1)
+    return jax.lax.optimization_barrier(x @ by_feature)  # formed once for all that read it
+
+
+def _units(x: jax.Array, first: jax.Array) -> list[jax.Array]:
+    """The product for each hidden unit of a group, ``[n, J]``."""
+    return jnp.split(_product(x, first), len(first), axis=1)
+
+
+def _backward_by_products(inputs: Any, d_total: jax.Array) -> tuple[jax.Array, ...]:
+    x, r, first, on_r, out = inputs
+    groups = _groups(first, on_r, out)
+
+    def by_tile(sums: Any, rows: Any) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+        """The masked sums of some rows, added, and their d_x and d_r."""
+        x, r, d = rows
+
+        def by_group(d_rows: Any, group: Any) -> tuple[Any, Any]:
+            (first, on_r, out), (on_x_sum, on_r_sum, out_sum) = group
+            d_x, d_r = d_rows
+            z = _product(x, first)
+            terms = [
+                _on(z_i + on_r_i[None] * r, (out_i * on_r_i)[None])
+                for z_i, on_r_i, out_i in zip(
+                    jnp.split(z, len(out), axis=1), on_r, out, strict=True
+                )
+            ]
+            z = z.reshape(len(x), *out.shape)
+            masked = _on(z + on_r[None] * r[:, None], d[:, None]).reshape(len(x), -1)
+            by_feature = (out[:, None] * first).swapaxes(0, 1).reshape(x.shape[1], -1)
+            d_rows = d_x + masked @ by_feature.T, functools.reduce(jnp.add, terms, d_r)
+            sums = _row_sums((on_r_sum, out_sum), (z, r, d), on_r)
+            return d_rows, (on_x_sum + x.T @ masked, *sums)
+
+        zeros = (jnp.zeros(x.shape, r.dtype), jnp.zeros_like(r))
+        (d_x, d_r), sums = jax.lax.scan(by_group, zeros, (groups, sums))
+        return sums, (d_x, d * d_r)
+
+    width = groups[2][0].size
+    none = jnp.zeros_like(groups[2])
+    start = (jnp.zeros((len(none), x.shape[1], width), r.dtype), none, none)
+    tiles = _blocks((x, r, d_total), _rows_of_products(groups))
+    (on_x, d_on_r, d_out), (d_x, d_r) = jax.lax.scan(by_tile, start, tiles)
+    hidden, units = out.shape
+    on_x = on_x.reshape(len(none), x.shape[1], -1, units).swapaxes(1, 2)
+    d_first, d_on_r, d_out = (a.reshape(-1, *a.shape[2:])[:hidden] for a in (on_x, d_on_r, d_out))
+    d_x, d_r = (a.reshape(-1, a.shape[-1])[: len(x)] for a in (d_x, d_r))
+    d_first = (out[:, None] * d_first).astype(first.dtype)
+    return d_x.astype(x.dtype), d_r, d_first, out * d_on_r, d_out
+
+
+def _row_sums(sums: Any, rows: tuple[jax.Array, ...], on_r: jax.Array) -> Any:
+    """sum_n m_i d r and sum_n d relu(p_i) of rows (z, r, d), added, ``[g, J]`` each."""
+
+    def add(sums: Any, rows: Any) -> tuple[Any, None]:
+        on_r_sum, out_sum = sums
+        for z, r, d in zip(*rows, strict=True):
+            p = z + on_r * r[None]
+            on_r_sum += _on(p, (d * r)[None])
+            out_sum += d[None] * jax.nn.relu(p)
+        return (on_r_sum, out_sum), None
+
+    blocks = tuple(a.reshape(-1, _SUMMED, *a.shape[1:]) for a in rows)
+    return jax.lax.scan(add, sums, blocks)[0]
+
+
+def _forward_by_products(*inputs: jax.Array) -> tuple[jax.Array, Any]:
+    return kept(_total_by_products(*inputs)), inputs
+
+
+_total_by_products.defvjp(_forward_by_products, _backward_by_products)

@@ -228,12 +228,14 @@ def _total_by_products(
 
         return jax.lax.scan(add, jnp.zeros_like(r), groups)[0]
 
-    return _by_row(by_row, (x, r), _rows_of_products(groups))
+    return _by_row(by_row, (x, r), _rows_of_products(groups, len(x)))
 
 
-def _rows_of_products(groups: tuple[jax.Array, ...]) -> int:
-    """How many rows one product takes, a multiple of those in a sum."""
-    return max(1, _PRODUCTS // groups[2][0].size // _SUMMED) * _SUMMED
+def _rows_of_products(groups: tuple[jax.Array, ...], count: int) -> int:
+    """How many of the rows one product takes, a multiple of those in a sum."""
+    most = max(_SUMMED, _PRODUCTS // groups[2][0].size)
+    tiles = -(-count // most)
+    return max(1, -(-count // (_SUMMED * max(1, tiles)))) * _SUMMED
 
 
 def _product(x: jax.Array, first: jax.Array) -> jax.Array:
@@ -279,7 +281,7 @@ def _backward_by_products(inputs: Any, d_total: jax.Array) -> tuple[jax.Array, .
     width = groups[2][0].size
     none = jnp.zeros_like(groups[2])
     start = (jnp.zeros((len(none), x.shape[1], width), r.dtype), none, none)
-    tiles = _blocks((x, r, d_total), _rows_of_products(groups))
+    tiles = _blocks((x, r, d_total), _rows_of_products(groups, len(x)))
     (on_x, d_on_r, d_out), (d_x, d_r) = jax.lax.scan(by_tile, start, tiles)
     hidden, units = out.shape
     on_x = on_x.reshape(len(none), x.shape[1], -1, units).swapaxes(1, 2)

@@ -87,11 +87,15 @@ def log(run: Run) -> Path:
 
 
 class Local:
-    """Processes of this machine, each on a core of its own as far as there are any."""
+    """Processes of this machine, each on a core of its own where they are to use all of them.
+
+    Fewer are left to the system: another sweep may run beside this one.
+    """
 
     def __init__(self, options: Options) -> None:
-        self._cores = sorted(os.sched_getaffinity(0))
-        self.slots: int | None = options.processes or len(self._cores)
+        cores: list[int | None] = [*sorted(os.sched_getaffinity(0))]
+        self.slots: int | None = options.processes or len(cores)
+        self._cores = cores if self.slots >= len(cores) else [None]
         self._free = list(range(self.slots))
 
     def start(self, runs: Sequence[Run]) -> list[Job]:
@@ -102,7 +106,7 @@ class Local:
 
 
 class _Process:
-    def __init__(self, run: Run, free: list[int], cores: Sequence[int]) -> None:
+    def __init__(self, run: Run, free: list[int], cores: Sequence[int | None]) -> None:
         self._slot, self._free = free.pop(0), free
         with written(log(run)):
             self._process: subprocess.Popen[bytes] = process.start(

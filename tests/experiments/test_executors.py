@@ -81,6 +81,24 @@ def test_a_place_that_takes_no_words_is_one_sentence(tmp_path):
         local.start([run])
 
 
+@pytest.mark.parametrize(
+    ("processes", "cores"),
+    [(None, [2, 5, 7]), (3, [2, 5, 7]), (2, [None, None]), (4, [2, 5, 7, 2])],
+)
+def test_runs_have_cores_of_their_own_where_the_sweep_takes_all(
+    processes, cores, tmp_path, monkeypatch
+):
+    """A sweep of fewer leaves them free to move: another one may run beside it."""
+    path = tmp_path / "sweep.toml"
+    path.write_text(TOML)
+    given = []
+    monkeypatch.setattr(executors.os, "sched_getaffinity", lambda _: {7, 2, 5})
+    monkeypatch.setattr(process, "start", lambda command, log, core: given.append(core))
+    local = executors.Local(Options(processes=processes))
+    local.start(plan.read(path, tmp_path / "runs")[: local.slots])
+    assert given == cores
+
+
 def test_what_sbatch_refuses_is_one_sentence(tmp_path, monkeypatch, capsys):
     """Through a submitit that is not there: its errors are RuntimeErrors, and it prints them."""
 

@@ -104,7 +104,7 @@ def next_memory(
       erase: ``[..., V, W]`` in [0, 1].
       write: ``[..., V, W]``.
     """
-    kept = jnp.prod(1 - weights[..., :, None] * erase[..., None, :], axis=-3)
+    kept = jnp.prod(1 - _outer(weights, erase), axis=-3)
     return memory * kept + jnp.einsum("...vn,...vw->...nw", weights, write)
 
 
@@ -120,7 +120,7 @@ def next_link(link: jax.Array, precedence: jax.Array, weights: jax.Array) -> jax
       ``[..., V, N, N]``, zero on the diagonal.
     """
     w_i, w_j = weights[..., :, None], weights[..., None, :]
-    new = (1 - w_i - w_j) * link + w_i * precedence[..., None, :]
+    new = (1 - w_i - w_j) * link + _outer(weights, precedence)
     apart = 1 - jnp.eye(link.shape[-1], dtype=link.dtype)
     return new * apart.reshape((1,) * (link.ndim - 2) + apart.shape)
 
@@ -150,3 +150,8 @@ def read_weights(
     both = jnp.concatenate([back, on], axis=-2)
     moved = jnp.einsum("...rv,...rvn->...rn", modes[..., : 2 * heads], both)
     return moved + modes[..., -1:] * content
+
+
+def _outer(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a b^T; its gradients are products, of which XLA makes faster CPU code than of sums."""
+    return jnp.einsum("...i,...j->...ij", a, b)

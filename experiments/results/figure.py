@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.figures.canvas import page
-from experiments.figures.curves import Curve, draw_baseline, draw_curves, draw_legend
+from experiments.figures.curves import Curve, draw_baseline, draw_curves, draw_legend, limit
 from experiments.results.records import Record
 from experiments.settings.metrics import Metric
 
@@ -86,7 +86,7 @@ def draw(figure: Figure, path: Path) -> None:
         draw_curves(axes, curves, "mean", metric.higher_is_better)
         draw_baseline(axes, metric)
         if metric.higher_is_better:
-            axes.set_ylim(0, 1.03)
+            limit(axes, metric, curves)
         if figure.against:
             axes.set_xscale("log")
             axes.set_xticks(sorted({x for curve in curves for x in curve.x}), minor=False)

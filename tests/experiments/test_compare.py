@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import matplotlib.figure
 import numpy as np
 import pytest
 
@@ -314,6 +315,18 @@ def test_the_command_line(monkeypatch, tmp_path):
     assert [str(path) for path in workdirs] == ["a", "b"]
     assert others == ["median", Path("x/y.png"), "loss"]
     assert calls[1][1:] == ("mean", Path("runs/comparison.png"), None)
+
+
+@pytest.mark.parametrize(
+    ("higher", "values", "top"),
+    [(True, [0.1, 0.9], 1.03), (True, [3.0, 8.0], 8.24), (False, [0.1, 5.0], 0.4)],
+)
+def test_the_axis_has_all_of_an_accuracy_and_of_a_return(higher, values, top):
+    axes = matplotlib.figure.Figure().subplots()
+    curve = curves.Curve("lstm", np.array([0, 1]), np.array(values)[:, None])
+    axes.plot(curve.x, curve.values)
+    curves.limit(axes, Metric("score", higher, 0.2, "chance"), [curve])
+    assert axes.get_ylim() == pytest.approx((0, top))
 
 
 @pytest.mark.parametrize(

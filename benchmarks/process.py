@@ -25,12 +25,11 @@ def cores() -> int:
 def environment(devices: int) -> dict[str, str]:
     """The variables of a process with so many XLA CPU devices.
 
-    OpenMP's workers sleep between two calls instead of spinning, or torch's would take the
-    cores from XLA in the runs between. What the caller has set stays.
+    OpenMP's workers wait as a user's do: with a passive policy torch's LSTM took 1.8 to 2.9 times
+    as long, and without it ours, run in turn with it, took no longer. What the caller has set
+    stays.
     """
     defaults = {
-        "OMP_WAIT_POLICY": "passive",
-        "KMP_BLOCKTIME": "0",
         "OMP_NUM_THREADS": str(cores()),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # a GPU's memory is for both frameworks
         "TF_CPP_MIN_LOG_LEVEL": "2",

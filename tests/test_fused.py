@@ -331,12 +331,12 @@ def test_chunks_that_fused_takes_by_itself(monkeypatch, family, chunk, reverse):
 
 def test_chunks_have_the_size_of_the_cache_and_no_rest_where_that_costs_little(monkeypatch):
     cell = rg.LSTM(8)  # projections of 4 slots, 8 wide, 4 bytes, for 3 examples: 384 bytes a step
-    params = jax.eval_shape(lambda key: cell.init_params(key, INPUTS), jax.random.key(0))
 
-    def chunk(steps, budget, reused=0):
+    def chunk(steps, budget, reused=0, inputs=INPUTS):
         monkeypatch.setattr(fused, "_REUSED_BYTES", reused)
         monkeypatch.setattr(fused, "_CACHE_BYTES", budget)
-        xs = jnp.zeros((steps, 3, INPUTS), jnp.float32)
+        params = jax.eval_shape(lambda key: cell.init_params(key, inputs), jax.random.key(0))
+        xs = jnp.zeros((steps, 3, inputs), jnp.float32)
         start = cell.initial((3,))
         return fused.chunk(Loop(Settings(cell, batch_dims=1), params, xs, start, start))
 
@@ -350,6 +350,10 @@ def test_chunks_have_the_size_of_the_cache_and_no_rest_where_that_costs_little(m
     # Three times the projections and twice the carries, two fields 8 wide, 192 bytes a step.
     assert chunk(100, 1, reused=100 * (3 * 384 + 2 * 192)) is None
     assert chunk(100, 1, reused=100 * (3 * 384 + 2 * 192) - 1) == 5
+    # Of wide inputs it is enough that the projections and carries of a forward pass are reused.
+    assert chunk(100, 1, reused=100 * (384 + 192), inputs=128) is None
+    assert chunk(100, 1, reused=100 * (384 + 192) - 1, inputs=128) == 5
+    assert chunk(100, 1, reused=100 * (384 + 192), inputs=127) == 5
 
 
 def train_step_bytes(cell, inputs, steps, batch):

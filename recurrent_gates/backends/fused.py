@@ -22,6 +22,7 @@ rematerialised by the driver, so that the [T, B, k * J] activations are never al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,7 @@ from recurrent_gates.scan import Loop, Segment, Stream, kept, with_zeros
 _REUSED_BYTES = 2**25
 _CACHE_BYTES = 2**20  # of projections in a chunk, on a CPU
 _FEW_CHUNKS = 8  # projections over weights: a chunk's weight gradients take 1.03 to 1.1 as long
+_WIDE_INPUTS = 128  # features from which to project again costs a CPU more than fresh memory
 _CHUNK_BYTES = 2**26  # of projections in a chunk elsewhere
 _REPLAYED = 300  # the largest F that is formed again: on a CPU 256 gains, 512 loses
 
@@ -83,7 +85,8 @@ def chunk(loop: Loop) -> int | None:
     On a CPU there is none as long as the memory of a call is that of the call before. Beyond that
     touching fresh memory costs more than the arithmetic, and what a chunk computes should stay in a
     core's cache, but outweigh the weights' gradients, which each chunk adds to the sum of the
-    others; large weights leave no room for chunks. Elsewhere only the increments of accumulated
+    others; large weights leave no room for chunks, and projections of wide inputs are formed once
+    where at least a forward pass reuses its memory. Elsewhere only the increments of accumulated
     fields, far larger than their sums, are not to be alive for all steps.
     """
     cell, steps = loop.settings.cell, loop.steps
@@ -97,8 +100,11 @@ def chunk(loop: Loop) -> int | None:
     whole = _bytes(z)
     # Alive at the backward pass: projections, pre-activations and their cotangents; the carries
     # twice. Increments of sums have hidden units of their own.
-    alive = (6 if cell.sums else 3) * whole + 2 * steps * _bytes(loop.carry)
+    carries = steps * _bytes(loop.carry)
+    alive = (6 if cell.sums else 3) * whole + 2 * carries
     if cpu and (alive <= _REUSED_BYTES or whole <= _FEW_CHUNKS * _bytes(weights)):
+        return None
+    if cpu and not cell.sums and _is_wide(loop) and whole + carries <= _REUSED_BYTES:
         return None
     budget = max(_CACHE_BYTES, 2 * _bytes(weights)) if cpu else _CHUNK_BYTES
     most = max(2, steps * budget // max(whole, 1))
@@ -106,6 +112,11 @@ def chunk(loop: Loop) -> int | None:
         return None
     # Without a rest, if that costs little: a rest is a second program to compile.
     return next((n for n in range(most, most // 2, -1) if steps % n == 0), most)
+
+
+def _is_wide(loop: Loop) -> bool:
+    features = (leaf.shape[len(loop.lead) :] for leaf in jax.tree.leaves(loop.xs))
+    return max(map(math.prod, features)) >= _WIDE_INPUTS
 
 
 def _bytes(tree: Any) -> int:

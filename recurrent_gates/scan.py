@@ -90,6 +90,8 @@ class Settings(NamedTuple):
       keep_carries: whether the carries of all steps are asked for.
       keep: whether chunks keep for the backward pass what a backend has marked with ``kept``;
         the rest of a chunk is always computed again.
+      remat_steps: whether ``scan_segment`` keeps for the backward pass the carries alone, and
+        computes each step again.
       by_lengths: whether the valid steps of each example are its first.
     """
 
@@ -99,6 +101,7 @@ class Settings(NamedTuple):
     unroll: int = 1
     keep_carries: bool = False
     keep: bool = False
+    remat_steps: bool = False
     by_lengths: bool = False
 
 
@@ -211,6 +214,8 @@ def scan_segment(loop: Loop) -> Segment:
         y = with_zeros(stream_t.valid, cell.emit(params, carry, z_t))
         return carry, (y, carry if settings.keep_carries else None)
 
+    if settings.remat_steps:
+        body = jax.checkpoint(body, prevent_cse=False)
     carry, (ys, carries) = jax.lax.scan(
         body, loop.carry, (z, loop.stream), reverse=settings.reverse, unroll=settings.unroll
     )
@@ -331,7 +336,10 @@ def _run(loop: Loop, backend: Backend, remat: int | None, *, empty: bool) -> Seg
     loop = loop.replace(settings=loop.settings._replace(keep=keep))
     length = remat or chunk
     if length is None or not loop.steps:
-        return segment(loop)
+        # A step of a memory is dozens of small operations. A CPU does them again in less time than
+        # it takes to write and read what each of them leaves.
+        remat_steps = chosen is Backend.SCAN and target.platform() == "cpu"
+        return segment(loop.replace(settings=loop.settings._replace(remat_steps=remat_steps)))
     return _chunked(segment, loop, length)
 
 

@@ -18,6 +18,8 @@ from recurrent_gates.base import linear_project
 from recurrent_gates.cells import LSTM, LSTMState
 from recurrent_gates.declared import Params, Slots, inputs_dtype, matrix_product
 from recurrent_gates.memory.core import MemoryCell, flat, linear
+from recurrent_gates.scan import kept
+from recurrent_gates.shapes import lead
 
 _LAYERS = 2
 _EPSILON = 1e-12  # least squared length of a row, as in the authors' code
@@ -242,24 +244,30 @@ def _read(memory: jax.Array, keys: jax.Array, strengths: jax.Array, top_k: int) 
     # Products before lengths: rows of length 1 would be a second memory.
     product = jnp.einsum("...rz,...nz->...rn", keys, memory)
     similar = product * _inverse_length(memory)[..., None, :]
-    _, rows = jax.lax.top_k(jax.lax.stop_gradient(similar), top_k)
+    alike = jax.lax.stop_gradient(similar)
     heads, slots = similar.shape[-2:]
     if slots <= heads * top_k:  # no more rows than the heads would copy: read them where they are
-        similar = jnp.where(_among(rows, slots), similar, -jnp.inf)
+        similar = jnp.where(kept(_among_top(alike, top_k)), similar, -jnp.inf)
         return jnp.einsum("...rn,...nz->...rz", jax.nn.softmax(similar, axis=-1), memory)
+    rows = kept(jax.lax.top_k(alike, top_k)[1])
     chosen = jnp.take_along_axis(memory[..., None, :, :], rows[..., None], axis=-2)
     product = jnp.einsum("...rz,...rkz->...rk", keys, chosen)
     weights = jax.nn.softmax(product * _inverse_length(chosen), axis=-1)
     return jnp.einsum("...rk,...rkz->...rz", weights, chosen)
 
 
-def _among(rows: jax.Array, slots: int) -> jax.Array:
-    """Which of the slots are among the rows ``[..., K]``: bool ``[..., slots]``."""
-    heads = rows.reshape(-1, rows.shape[-1])
-    places = (jnp.arange(heads.shape[0])[:, None], heads)
-    none = jnp.zeros((heads.shape[0], slots), bool)
-    among = none.at[places].set(True, unique_indices=True, mode="promise_in_bounds")
-    return among.reshape(*rows.shape[:-1], slots)
+def _among_top(similar: jax.Array, top_k: int) -> jax.Array:
+    """Which of the slots ``[..., N]`` are among the ``top_k`` most similar: bool ``[..., N]``.
+
+    Of equals the first, as ``top_k`` has it, without its sort: fewer than ``top_k`` come before.
+    """
+    slots = similar.shape[-1]
+    if slots == top_k:
+        return jnp.ones(similar.shape, bool)
+    of_j, of_i = similar[..., :, None], similar[..., None, :]
+    j, i = (jax.lax.broadcasted_iota(jnp.int32, (slots, slots), axis) for axis in (0, 1))
+    before = (of_j > of_i) | ((of_j == of_i) & lead(j < i, of_j))
+    return jnp.sum(before.astype(jnp.float32), axis=-2) < top_k
 
 
 def _write(memory: jax.Array, position: jax.Array, code: jax.Array) -> jax.Array:

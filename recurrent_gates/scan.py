@@ -268,7 +268,8 @@ def unroll(
       unroll: steps per iteration of the loop; default: 8 on a GPU, 1 elsewhere.
       remat: length in steps of the chunks whose activations are computed again in the
         backward pass instead of kept; default: none, or the square root of T where the carries
-        of all steps take more than 32 MiB, and four times what the steps read and hand out.
+        of all steps take more than 32 MiB, and four times what the steps read and hand out. On a
+        CPU the scan without chunks keeps the carry of a step alone, and forms the rest again.
       backend: ``"scan"``, ``"fused"``, ``"parallel"`` (all steps at once, for linear
         recurrences), ``"newton"`` (the same for diagonal ones), ``"pallas"`` (kernels for TPUs
         and NVIDIA GPUs, which a CPU interprets, slowly), ``"cudnn"`` (the plain LSTM on NVIDIA

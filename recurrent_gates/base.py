@@ -177,6 +177,11 @@ class Cell(nn.RNNCellBase):
         """
         return False
 
+    @property
+    def _remats_steps(self) -> bool:
+        """Whether a CPU forms a step again for the backward pass, rather than keep all of it."""
+        return False
+
     @nn.nowrap
     def _around(self, carry_fns: Sequence[CarryFn], noise: Sequence[Noise]) -> mixing.Around:
         """The cell, carry functions and noise that run where these are asked for.

@@ -313,6 +313,8 @@ def draw_noise(
     carry_fns = checks.carry_fns(carry_fns, CarryFn)
     if key is not None:
         checks.key("key", key)
+        if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):  # Zoneout tells keys from masks
+            key = jax.random.wrap_key_data(key)
     noise: list[Noise] = []
     for index, fn in enumerate(carry_fns):
         if not fn.draws:

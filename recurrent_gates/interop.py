@@ -169,7 +169,7 @@ def _check_whole(layers: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
     for directions in layers:
         for params in directions.values():
             for slot, kernel in params["recurrent_kernel"].items():
-                if np.ndim(kernel) != 2:
+                if np.ndim(kernel) == 3:
                     raise ValueError(
                         "torch has no heads: a recurrent kernel is a matrix there, and that of "
                         f"{slot!r} is blocks of shape {np.shape(kernel)}."

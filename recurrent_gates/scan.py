@@ -90,8 +90,8 @@ class Settings(NamedTuple):
       keep_carries: whether the carries of all steps are asked for.
       keep: whether chunks keep for the backward pass what a backend has marked with ``kept``;
         the rest of a chunk is always computed again.
-      remat_steps: whether ``scan_segment`` keeps for the backward pass the carries alone, and
-        computes each step again.
+      remat_steps: whether ``scan_segment`` keeps for the backward pass the carries alone and what
+        is marked with ``kept``, and computes the rest of each step again.
       by_lengths: whether the valid steps of each example are its first.
     """
 
@@ -215,7 +215,8 @@ def scan_segment(loop: Loop) -> Segment:
         return carry, (y, carry if settings.keep_carries else None)
 
     if settings.remat_steps:
-        body = jax.checkpoint(body, prevent_cse=False)
+        only_kept = jax.checkpoint_policies.save_only_these_names(_KEPT)
+        body = jax.checkpoint(body, prevent_cse=False, policy=only_kept)
     carry, (ys, carries) = jax.lax.scan(
         body, loop.carry, (z, loop.stream), reverse=settings.reverse, unroll=settings.unroll
     )
@@ -268,8 +269,8 @@ def unroll(
       unroll: steps per iteration of the loop; default: 8 on a GPU, 1 elsewhere.
       remat: length in steps of the chunks whose activations are computed again in the
         backward pass instead of kept; default: none, or the square root of T where the carries
-        of all steps take more than 32 MiB, and four times what the steps read and hand out. On a
-        CPU the scan without chunks keeps the carry of a step alone, and forms the rest again.
+        of all steps take more than 32 MiB, and four times what the steps read and hand out. Of a
+        memory cell's steps without chunks a CPU keeps the carries, and forms the rest again.
       backend: ``"scan"``, ``"fused"``, ``"parallel"`` (all steps at once, for linear
         recurrences), ``"newton"`` (the same for diagonal ones), ``"pallas"`` (kernels for TPUs
         and NVIDIA GPUs, which a CPU interprets, slowly), ``"cudnn"`` (the plain LSTM on NVIDIA
@@ -337,9 +338,7 @@ def _run(loop: Loop, backend: Backend, remat: int | None, *, empty: bool) -> Seg
     loop = loop.replace(settings=loop.settings._replace(keep=keep))
     length = remat or chunk
     if length is None or not loop.steps:
-        # A step of a memory is dozens of small operations. A CPU does them again in less time than
-        # it takes to write and read what each of them leaves.
-        remat_steps = chosen is Backend.SCAN and target.platform() == "cpu"
+        remat_steps = loop.settings.cell._remats_steps and target.platform() == "cpu"
         return segment(loop.replace(settings=loop.settings._replace(remat_steps=remat_steps)))
     return _chunked(segment, loop, length)
 

@@ -121,7 +121,9 @@ def _watch(y: Any, patience: float) -> None:
     XLA's CPU client hands a step to another thread, and a thread that sleeps until it is done takes
     some 40 us to wake.
     """
-    first = jax.tree.leaves(y)[0]
+    if not (leaves := jax.tree.leaves(y)):
+        return
+    first = leaves[0]
     end = time.perf_counter() + patience
     while not first.is_ready() and time.perf_counter() < end:
         pass

@@ -150,7 +150,7 @@ class SLSTM(SlotCell):
     def _around(self, carry_fns: Sequence[CarryFn], noise: Sequence[Noise]) -> mixing.Around:
         for fn in carry_fns:
             field = fn.field
-            if isinstance(field, int) and field in range(4):
+            if isinstance(field, int) and field in range(-4, 4):
                 field = SLSTMState._fields[field]
             if isinstance(fn, Zoneout) and field in ("c", "n", "m"):
                 raise ValueError(

@@ -410,6 +410,18 @@ def zoneout(batch=(2,), p=0.5, **how):
     return cell, params, carry, xs, fns, run
 
 
+def test_a_raw_key_draws_what_a_typed_key_draws():
+    """At F = 2 a raw key of two numbers could be taken for a mask of its units."""
+    cell = rg.LSTM(2, param_dtype=jnp.float64)
+    params, xs = parameters(cell, INPUTS), array(8, STEPS, 2, INPUTS)
+    fns = (rg.Zoneout(p=0.5, field="c"), rg.Detach(p=0.5))
+    raw, typed = (
+        rg.unroll(cell, params, xs, carry_fns=fns, key=make(1))
+        for make in (jax.random.PRNGKey, jax.random.key)
+    )
+    assert_identical(raw, typed)
+
+
 def test_zoneout_keeps_old_units_by_its_mask():
     _, params, carry, xs, fns, run = zoneout()
     masks = [np.random.default_rng(seed).random((STEPS, 2, FEATURES)) < 0.5 for seed in (0, 1)]

@@ -45,6 +45,22 @@ def test_a_step_is_waited_for_as_long_as_patience_lasts():
     assert not all(ready)
 
 
+class Silent(rg.LSTM):
+    """Emits nothing: its carry is what is wanted."""
+
+    def emit(self, params, carry, z):
+        return ()
+
+
+def test_a_step_that_emits_nothing():
+    cell = Silent(FEATURES, param_dtype=jnp.float64)
+    params, xs = parameters(cell, INPUTS), array(8, 2, INPUTS)
+    step = rg.stepper(cell, params, ())
+    carry, y = step(step.initial(), xs[0])
+    assert y == ()
+    assert_close(carry, rg.unroll(cell, params, xs[:1])[0])
+
+
 def test_a_stepper_uses_up_its_carry():
     cell = build("lstm")
     step = rg.stepper(cell, parameters(cell, INPUTS))

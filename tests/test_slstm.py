@@ -157,7 +157,7 @@ def test_wrong_settings_are_one_sentence(make, words):
         make()
 
 
-@pytest.mark.parametrize("field", ["c", "n", "m", 0])
+@pytest.mark.parametrize("field", ["c", "n", "m", 0, -1, -3, -4])
 def test_zoneout_of_a_part_of_the_memory_is_refused(field):
     cell = build()
     params = parameters(cell, INPUTS)

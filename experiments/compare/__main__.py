@@ -22,7 +22,7 @@ def define(values: FlagValues) -> None:
 
     style = "the line and band over seeds: mean and range, or median and quartiles; default: mean"
     flags.add(values, "style", style, choices=("mean", "median"))
-    metric = "one of the task's metrics, or train_loss; default: the task's headline"
+    metric = "one of the task's, or of training, such as train_loss; default: the task's headline"
     flags.add(values, "metric", metric)
     figure = "a file, or a directory in which it is comparison.png; default: runs/comparison.png"
     flags.add(values, "figure", figure)

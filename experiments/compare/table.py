@@ -19,7 +19,7 @@ from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
 from experiments.training import loop
 
-_TRAIN_LOSS = "train_loss"  # as the rows of a workdir call it
+_TRAINED = "train_"  # before the names of what the rows of a workdir have of training
 _QUIET = {"cell", "seed", "seeds", "steps", "learning_rates", "backend"}  # shown otherwise, or not
 
 
@@ -35,8 +35,8 @@ class Entry(NamedTuple):
       rows: the run's evaluations.
       curve: the metric at each, of each seed, None for one that diverged.
       finished: whether the run is.
-      values: of each seed: a finished run's results, else the last of its curve; of the training
-        loss that in any case.
+      values: of each seed: a finished run's results, else the last of its curve; of training
+        that in any case.
       parameters: of the recurrent layer.
       seconds: of training, all learning rates together.
     """
@@ -61,7 +61,8 @@ def run(workdirs: Sequence[Path], style: str, path: Path, metric_name: str | Non
       workdirs: of the runs.
       style: ``"mean"`` (with range) or ``"median"`` (with quartiles): lines over seeds.
       path: of the PNG.
-      metric_name: the metric: one of the task's or ``"train_loss"``; None: the task's headline.
+      metric_name: the metric: one of the task's, or of those that training reports with
+        ``train_`` before its name, such as ``"train_loss"``; None: the task's headline.
 
     Returns:
       The table.
@@ -108,13 +109,13 @@ def read(workdir: Path, metric_name: str | None = None) -> list[Entry]:
     config = runs.recorded_config(workdir, EXPERIMENTS)
     work = Workdir(workdir)
     metric, rows = _metric(config, metric_name), list(read_rows(work.metrics))
-    training = metric_name == _TRAIN_LOSS
+    training = metric_name is not None and metric_name.startswith(_TRAINED)
     if training:
         rows = [row for row in rows if row["step"]]  # before the first step there is none
     if not rows:
         raise UserError(f"the run in {workdir} has no evaluation yet.")
     if training:
-        watched, curve = "training", [row[_TRAIN_LOSS] for row in rows]
+        watched, curve = "training", [row[f"{_TRAINED}{metric.name}"] for row in rows]
     else:
         watched = next(name for name, value in rows[-1].items() if isinstance(value, dict))
         curve = [row[watched][metric.name] for row in rows]
@@ -148,12 +149,12 @@ def _metric(config: Config, metric_name: str | None) -> Metric:
     metrics = {metric.name: metric for metric in config.task.metrics}
     if metric_name is None:
         return config.task.metrics[0]
-    if metric_name == _TRAIN_LOSS:
-        return metrics["loss"]
+    trained = [name for name in ("loss", *config.task.train_scores) if name in metrics]
+    metrics |= {f"{_TRAINED}{name}": metrics[name] for name in trained}
     if metric_name not in metrics:
+        *others, last = metrics
         raise UserError(
-            f"--metric={metric_name}: {config.task.name} has {', '.join(metrics)} and "
-            f"{_TRAIN_LOSS}."
+            f"--metric={metric_name}: {config.task.name} has {', '.join(others)} and {last}."
         )
     return metrics[metric_name]
 

@@ -80,16 +80,16 @@ def draw_baseline(axes: Any, metric: Metric, side: Literal["left", "right"] = "r
 
 
 def limit(axes: Any, metric: Metric, curves: Sequence[Curve]) -> None:
-    """From nothing to everything: 1, or the highest return; of an error, to twice what no learning
-    at all has, unless all of it lies above."""
+    """From nothing, or the lowest return, to everything: 1, or the highest return; of an error, to
+    twice what no learning at all has, unless all of it lies above."""
     values = np.concatenate([np.ravel(curve.values) for curve in curves])
     values = values[np.isfinite(values)]
-    top = 1.03 * np.max(values, initial=1)
+    bottom, top = np.min(values, initial=0), 1.03 * np.max(values, initial=1)
     if not metric.higher_is_better:
-        top = axes.get_ylim()[1]
+        bottom, top = 0, axes.get_ylim()[1]
         if np.any(values < 2 * metric.baseline):
             top = min(top, 2 * metric.baseline)
-    axes.set_ylim(0, top)
+    axes.set_ylim(bottom, top)
 
 
 def draw_legend(figure: Any, labels: Sequence[str]) -> None:

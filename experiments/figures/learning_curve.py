@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from experiments.settings.config import Config
 def draw(config: Config, work: Workdir, say: Callable[[str], None]) -> None:
     """Draws ``figures/learning_curve.png``: training loss above held-out metric (GATO, Figure 1).
 
+    Between them is what else the task reports of training.
     One line for each learning rate: the mean over seeds, with a band from the least to the
     greatest. It ends where a seed diverged, which is infinitely bad, an asterisk in the legend.
 
@@ -32,34 +34,60 @@ def draw(config: Config, work: Workdir, say: Callable[[str], None]) -> None:
     metric = config.task.metrics[0]
     watched = next(name for name, value in rows[-1].items() if isinstance(value, dict))
     examples = np.array([row[config.task.unit] for row in rows])
-    loss = np.array([row["train_loss"] for row in rows], float)  # None is NaN
-    score = np.array([row[watched][metric.name] for row in rows], float)
+    higher = {own.name: own.higher_is_better for own in config.task.metrics}
+    panels = [
+        Panel(
+            f"training {name}",
+            name,
+            higher.get(name, False),
+            [row[f"train_{name}"] for row in rows],
+        )
+        for name in ("loss", *config.task.train_scores)
+    ]
+    told = f"{watched.replace('_', '-')}\n{metric.name}"
+    score = [row[watched][metric.name] for row in rows]
+    panels.append(Panel(told, metric.name, metric.higher_is_better, score))
 
     path = work.path / "figures" / "learning_curve.png"
-    with page(path, 6.4, 5.6, _title(config), of_a_run=True) as figure:
-        above, below = figure.subplots(2, 1, sharex=True)
+    with page(path, 6.4, 1.6 + 2 * len(panels), _title(config), of_a_run=True) as figure:
+        every = figure.subplots(len(panels), 1, sharex=True)
         diverged = rows[-1]["diverged"]
         labels = _labels(config, diverged)
-        draw_curves(above, _curves(config, examples, loss, labels), "mean", False)
-        draw_curves(
-            below, _curves(config, examples, score, labels), "mean", metric.higher_is_better
-        )
-        for axes, shown in ((above, "loss"), (below, metric.name)):
-            for level in config.task.metrics:
-                if level.name == shown:
-                    draw_baseline(axes, level)
-        above.set_ylabel("training loss")
-        below.set_ylabel(f"{watched.replace('_', '-')}\n{metric.name.replace('_', ' ')}")
+        for axes, panel in zip(every, panels, strict=True):
+            table = np.array(panel.values, float)  # None is NaN
+            curves = _curves(config, examples, table, labels)
+            draw_curves(axes, curves, "mean", panel.higher_is_better)
+            levels = [own for own in config.task.metrics if own.name == panel.metric]
+            for level in levels:
+                draw_baseline(axes, level)
+            axes.set_ylabel(panel.title.replace("_", " "))
+            if panel.higher_is_better:  # probabilities in [0, 1], or rewards
+                shown = np.append(table, [level.baseline for level in levels])
+                axes.set_ylim(np.nanmin(shown, initial=0), 1.03 * np.nanmax(shown, initial=1))
+            axes.grid(alpha=0.25, linewidth=0.6)
+        below = every[-1]
         below.set_xlabel(f"training {config.task.unit}")
         below.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
         below.set_xlim(0, examples[-1] or 1)
-        if metric.higher_is_better:  # probabilities in [0, 1], or rewards
-            below.set_ylim(np.nanmin(score, initial=0), 1.03 * np.nanmax(score, initial=1))
-        for axes in (above, below):
-            axes.grid(alpha=0.25, linewidth=0.6)
         if len(labels) > 1 or any(diverged):
             note = "\n(*: a seed that diverged)" if any(diverged) else ""
-            above.legend(frameon=False, title=f"learning rate{note}")
+            every[0].legend(frameon=False, title=f"learning rate{note}")
+
+
+class Panel(NamedTuple):
+    """One of the figure's axes.
+
+    Attributes:
+      title: of its y.
+      metric: whose baseline it shows, if the task has that metric.
+      higher_is_better: of its values.
+      values: of each lane at each evaluation; None: there is none.
+    """
+
+    title: str
+    metric: str
+    higher_is_better: bool
+    values: list[list[float | None]]
 
 
 def _labels(config: Config, diverged: Sequence[bool]) -> list[str]:

@@ -30,6 +30,18 @@ from recurrent_gates import RMA, RNN, Stack
 _HELD_OUT_KEY = 0x3A7C8  # of the held-out episodes: the same for all seeds and cells
 
 
+class Rewards(NamedTuple):
+    """Sums of rewards since an episode's first step, leaves ``[B]`` or ``[T, B]``, float32.
+
+    Attributes:
+      whole: of all steps.
+      last_phase: of the steps of the last phase.
+    """
+
+    whole: jax.Array
+    last_phase: jax.Array
+
+
 class Stream(NamedTuple):
     """What goes on from window to window, leaves ``[B, ...]``.
 
@@ -37,11 +49,13 @@ class Stream(NamedTuple):
       environment: the environments' states.
       seen: what the agent reads next.
       carry: of the recurrent layers.
+      rewards: of the episodes that go on.
     """
 
     environment: Any
     seen: Seen
     carry: Any
+    rewards: Rewards
 
 
 class Play(NamedTuple):
@@ -52,12 +66,14 @@ class Play(NamedTuple):
       action: what it did, int32.
       log_p: how likely that was, float32.
       turn: what followed.
+      rewards: of the episode so far, this step's included.
     """
 
     seen: Seen
     action: jax.Array
     log_p: jax.Array
     turn: Turn
+    rewards: Rewards
 
 
 class Window(NamedTuple):
@@ -70,6 +86,7 @@ class Window(NamedTuple):
       rewards: ``[T, B]``.
       ends: which steps ended an episode, bool ``[T, B]``.
       carry: of the recurrent layers before the first step, leaves ``[B, ...]``.
+      sums: of the rewards of an episode so far, ``[T, B]``.
     """
 
     seen: Any
@@ -78,6 +95,7 @@ class Window(NamedTuple):
     rewards: Any
     ends: Any
     carry: Any
+    sums: Any
 
 
 class Score(NamedTuple):
@@ -94,8 +112,9 @@ class MatchTask(MatchSettings, BaseTask):
     """Actor and critic on many copies of an environment at once."""
 
     name = "match"
-    axes = Window(1, 1, 1, 1, 1, 0)
+    axes = Window(1, 1, 1, 1, 1, 0, 1)
     stream_axes = 0
+    train_scores = ("last_phase_reward", "return")
     unit = "frames"
 
     @property
@@ -178,7 +197,8 @@ class MatchTask(MatchSettings, BaseTask):
     def start(self, fresh: Fresh, data: Any, key: jax.Array, rows: Rows) -> Stream:
         del data
         seen, states = self._first(_of_rows(key, rows))
-        return Stream(states, seen, fresh(rows.count))
+        zeros = jnp.zeros(rows.count, jnp.float32)
+        return Stream(states, seen, fresh(rows.count), Rewards(zeros, zeros))
 
     def draw(
         self, act: Apply, data: Any, stream: Stream, key: jax.Array, step: jax.Array, rows: Rows
@@ -194,7 +214,15 @@ class MatchTask(MatchSettings, BaseTask):
             lambda steps, last: jnp.concatenate([steps, last[None]]), played.seen, after.seen
         )
         turn = played.turn
-        window = Window(seen, played.action, played.log_p, turn.reward, turn.done, stream.carry)
+        window = Window(
+            seen,
+            played.action,
+            played.log_p,
+            turn.reward,
+            turn.done,
+            stream.carry,
+            played.rewards,
+        )
         return window, after
 
     def play(
@@ -227,7 +255,11 @@ class MatchTask(MatchSettings, BaseTask):
             turn.done,
         )
         log_p = losses.log_probability(logits, action)
-        return Stream(state, seen, carry), Play(stream.seen, action, log_p, turn)
+        of_last = jnp.where(turn.info["last_phase"], turn.reward, 0)
+        rewards = jax.tree.map(jnp.add, stream.rewards, Rewards(turn.reward, of_last))
+        begun = jax.tree.map(lambda total: jnp.where(turn.done, 0, total), rewards)
+        after = Stream(state, seen, carry, begun)
+        return after, Play(stream.seen, action, log_p, turn, rewards)
 
     def answer(self, act: Apply, stream: Stream) -> tuple[Any, Answer]:
         """What the model says now: the carry after it, and answers ``[1, B, ...]``."""
@@ -265,7 +297,10 @@ class MatchTask(MatchSettings, BaseTask):
             if answer.strengths is not None:
                 cost += losses.strength(answer.strengths[:-1])
         total = (cost.sum(), cost.size)
-        return Outcome(total, {"loss": total}, stream)
+        ended = window.ends.sum(dtype=jnp.float32)
+        whole, last_phase = (jnp.where(window.ends, x, 0).sum() for x in window.sums)
+        scores = {"last_phase_reward": (last_phase, ended), "return": (whole, ended)}
+        return Outcome(total, scores, stream)
 
     def _targets(self, window: Window, values: jax.Array, ratios: jax.Array) -> losses.Targets:
         discounts = jnp.where(window.ends, 0, jnp.float32(self.discount))
@@ -323,19 +358,19 @@ class _Episodes:
         task, greedy = self._task, index == 1
         start, later = jax.random.split(jax.random.key(_HELD_OUT_KEY))
         first = task.start(lambda _: stream, data, start, rows)
-        zeros = jnp.zeros(rows.count, jnp.float32)
 
         def play(state: Any, key: jax.Array) -> tuple[Any, None]:
-            now, running, whole, last = state
+            now, running, scored = state
             now, step = task.play(act, now, _of_rows(key, rows), greedy)
-            reward = jnp.where(running, step.turn.reward, 0)
-            of_last = jnp.where(step.turn.info["last_phase"], reward, 0)
-            return (now, running & ~step.turn.done, whole + reward, last + of_last), None
+            scored = jax.tree.map(
+                lambda new, old: jnp.where(running, new, old), step.rewards, scored
+            )
+            return (now, running & ~step.turn.done, scored), None
 
         keys = jax.random.split(later, task.environment.steps)
-        state = (first, jnp.ones(rows.count, bool), zeros, zeros)
-        (_, _, whole, last), _ = jax.lax.scan(play, state, keys)
-        return Score(whole, last, greedy), stream
+        state = (first, jnp.ones(rows.count, bool), first.rewards)
+        (_, _, scored), _ = jax.lax.scan(play, state, keys)
+        return Score(scored.whole, scored.last_phase, greedy), stream
 
 
 def _of_rows(key: jax.Array, rows: Rows) -> jax.Array:

@@ -210,7 +210,8 @@ class TensorBoard:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.summary import scalar
 
-        curves = {"train/loss": row["train_loss"]}
+        trained = {name: values for name, values in row.items() if name.startswith("train_")}
+        curves = {f"train/{name.removeprefix('train_')}": own for name, own in trained.items()}
         curves |= {f"{watched}/{name}": values for name, values in row[watched].items()}
         for curve, values in curves.items():
             for name, value in zip(self._names, values, strict=True):

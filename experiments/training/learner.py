@@ -436,6 +436,7 @@ class Learner:
             stream=(),
             loss_total=dtype(0),
             loss_weight=jnp.float32(0),
+            score_totals={name: (jnp.float32(0),) * 2 for name in self.task.train_scores},
             diverged_at=jnp.int32(-1),
             halving=Halving.initial() if training.halve_every else None,
             best=Best(params, worst, jnp.int32(0)) if training.reports_best else None,
@@ -491,6 +492,7 @@ class Learner:
         return state._replace(
             loss_total=jnp.zeros_like(state.loss_total),
             loss_weight=jnp.zeros_like(state.loss_weight),
+            score_totals=jax.tree.map(jnp.zeros_like, state.score_totals),
             best=best,
             faults=None if state.faults is None else state.faults.settled(),
         )

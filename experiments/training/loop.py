@@ -313,8 +313,8 @@ class _Run:
         """The row of metrics at a step, and the state that goes on from it."""
         config, learner = self._config, self._learner
         fetch = learner.mesh.fetch
-        weight = np.atleast_1d(fetch(state.loss_weight)).astype(float)
-        train_loss = np.atleast_1d(fetch(state.loss_total)) / np.where(weight, weight, np.nan)
+        trained = {"loss": (state.loss_total, state.loss_weight), **state.score_totals}
+        means = {name: _mean(*fetch(total)) for name, total in trained.items()}
         rates = [rate for _, rate in config.training.lanes]
         if (factor := schedule(config.training)) is not None:
             rates = [rate * float(factor(jnp.int32(step))) for rate in rates]
@@ -328,7 +328,7 @@ class _Run:
             "step": step,
             **_counts(config, step),
             "learning_rate": [float(rate) for rate in rates],
-            "train_loss": _numbers(train_loss, diverged),
+            **{f"train_{name}": _numbers(mean, diverged) for name, mean in means.items()},
             "diverged": [bool(bad) for bad in diverged],
             **self._divergence.skipped(state),
             learner.watched: {name: _numbers(value, diverged) for name, value in scores.items()},
@@ -400,6 +400,12 @@ def _rates(config: Config, timing: list[Row]) -> dict[str, Any]:
         f"{task.unit}_per_second": units,
         "share_outside_programs": 1 - inside / seconds,
     }
+
+
+def _mean(total: Any, weight: Any) -> np.ndarray:
+    """Totals over weights, of each lane; NaN where there is no weight."""
+    weight = np.atleast_1d(weight).astype(float)
+    return np.atleast_1d(total) / np.where(weight, weight, np.nan)
 
 
 def _numbers(values: Any, diverged: np.ndarray) -> list[float | None]:

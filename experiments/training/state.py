@@ -78,6 +78,7 @@ class State(NamedTuple):
       stream: the task's own; its rows are split over the devices.
       loss_total: of the training losses since the last evaluation, by weight.
       loss_weight: their weight, in windows of a weight of one for each row.
+      score_totals: of the task's ``train_scores`` since the last evaluation, and their weights.
       diverged_at: the first step with a loss that is not finite, or beyond return; or -1.
       halving: GATO's rule, where it is in force.
       best: the best parameters, where they are kept.
@@ -89,6 +90,7 @@ class State(NamedTuple):
     stream: Any
     loss_total: jax.Array
     loss_weight: jax.Array
+    score_totals: dict[str, tuple[jax.Array, jax.Array]]
     diverged_at: jax.Array
     halving: Halving | None
     best: Best | None

@@ -115,6 +115,10 @@ class Task(Protocol):
     def units_per_row(self) -> float:
         """How many units a row of a window has, on average."""
 
+    @property
+    def train_scores(self) -> tuple[str, ...]:
+        """Which scores of training windows are reported beside the loss."""
+
     def check(self) -> None:
         """Raises ``UserError`` on settings that cannot be."""
 
@@ -220,6 +224,7 @@ class BaseTask:
     stream_axes: Any = 0
     output_axes: Any = 0
     unit = "examples"
+    train_scores: tuple[str, ...] = ()
 
     @property
     def units_per_row(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from experiments.settings.config import Config
 from experiments.training.models import Pass
 from experiments.training.optimizers import optimizer, schedule
 from experiments.training.state import Lane, Purpose, State, key_of
-from experiments.training.task import Apply, Outcome, Task
+from experiments.training.task import Apply, Outcome, Task, Total
 from recurrent_gates import Damp, Detach, Zoneout, trainable_mask
 
 _DIVERGED = 1e10  # a loss from which nothing comes back; bounded cells stay finite far above it
@@ -173,6 +173,7 @@ class Update:
             stream=after,
             loss_total=state.loss_total + loss * share,
             loss_weight=state.loss_weight + jnp.asarray(share, jnp.float32),
+            score_totals=self._summed(state.score_totals, report.outcome.sums),
             diverged_at=jnp.where(first_bad, step, state.diverged_at),
             halving=halving,
         )
@@ -185,6 +186,13 @@ class Update:
         # The window is over, and what was learnt of it is not: its stream is as drawn.
         skipped = state._replace(stream=stream, faults=new.faults)
         return jax.tree.map(lambda old, new: jnp.where(fault >= 0, old, new), skipped, new)
+
+    def _summed(self, totals: dict[str, Total], sums: Mapping[str, Total]) -> dict[str, Total]:
+        """Totals of scores with those of one more step."""
+        if not totals:
+            return totals
+        of_step = self._mesh.sum({name: sums[name] for name in totals})
+        return jax.tree.map(jnp.add, totals, of_step)
 
     def _training_pass(self, lane: Lane, step: jax.Array, rows: Rows) -> Pass:
         model = self._config.model

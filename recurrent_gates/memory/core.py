@@ -55,6 +55,12 @@ class MemoryCell(Cell):
         """Raises ValueError for settings of the cell's own that do not fit; sizes become ints."""
 
     @property
+    def _remats_steps(self) -> bool:
+        # A step is dozens of small operations. A CPU does them again in less time than it takes to
+        # write and read what each of them leaves.
+        return True
+
+    @property
     def emitted_features(self) -> int:
         """The width of what it emits."""
         return self.features

@@ -22,6 +22,7 @@ from recurrent_gates.scan import kept
 from recurrent_gates.shapes import lead
 
 _LAYERS = 2
+_FEW_ROWS = 100  # of which all pairs are compared in less time than they are sorted
 _EPSILON = 1e-12  # least squared length of a row, as in the authors' code
 
 
@@ -259,11 +260,18 @@ def _read(memory: jax.Array, keys: jax.Array, strengths: jax.Array, top_k: int) 
 def _among_top(similar: jax.Array, top_k: int) -> jax.Array:
     """Which of the slots ``[..., N]`` are among the ``top_k`` most similar: bool ``[..., N]``.
 
-    Of equals the first, as ``top_k`` has it, without its sort: fewer than ``top_k`` come before.
+    Of equals the first, as ``jax.lax.top_k`` has it. Of few slots without its sort: before one of
+    them come fewer than ``top_k``.
     """
     slots = similar.shape[-1]
     if slots == top_k:
         return jnp.ones(similar.shape, bool)
+    if slots > _FEW_ROWS:
+        heads = similar.reshape(-1, slots)
+        places = (jnp.arange(heads.shape[0])[:, None], jax.lax.top_k(heads, top_k)[1])
+        none = jnp.zeros(heads.shape, bool)
+        among = none.at[places].set(True, unique_indices=True, mode="promise_in_bounds")
+        return among.reshape(similar.shape)
     of_j, of_i = similar[..., :, None], similar[..., None, :]
     j, i = (jax.lax.broadcasted_iota(jnp.int32, (slots, slots), axis) for axis in (0, 1))
     before = (of_j > of_i) | ((of_j == of_i) & lead(j < i, of_j))

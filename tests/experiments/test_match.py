@@ -17,6 +17,7 @@ from experiments.match.settings import MATCH
 from experiments.settings.errors import UserError
 from experiments.settings.resolver import resolve
 from experiments.training.learner import Learner
+from experiments.training.state import Purpose, key_of
 from tests.experiments.probes.support import match as tiny
 from tests.support import quick_jit
 
@@ -106,6 +107,41 @@ def test_what_is_seen_is_what_was_done_before():
         if previous is not None:  # the last step of a window is the first of the next
             jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[-1], b[0]), previous, seen)
         previous = seen
+
+
+def test_training_tells_the_rewards_of_the_episodes_that_ended():
+    """A T-maze, whose episodes are longer than a window: delay costs, the last step is rewarded."""
+    maze = {"challenge": "t_maze", "length": 3, "walking": True, "window": 2, "batch_size": 8}
+    learner = Learner(resolve(MATCH, "small", maze | {"steps": 12, "hidden_size": 8}))
+    learner.prepare()
+    state, task = learner.initial(), learner.task
+
+    @quick_jit
+    def drawn(state, step):
+        act = functools.partial(learner.apply, state.params)
+        key = key_of(learner.lanes.each[0], Purpose.DATA)
+        return task.draw(act, (), state.stream, key, step, EVERY)[0]
+
+    whole = np.zeros(8)
+    told = {"last_phase_reward": 0.0, "return": 0.0}
+    episodes = 0
+    for step in range(12):
+        window = jax.device_get(drawn(state, jnp.int32(step)))
+        for rewards, ends in zip(window.rewards, window.ends, strict=True):
+            whole += rewards
+            told["return"] += whole[ends].sum()
+            told["last_phase_reward"] += rewards[ends].sum()
+            episodes += ends.sum()
+            whole[ends] = 0
+        state = learner.advance(state, step, step + 1)
+    assert episodes > 16
+    assert told["return"] < told["last_phase_reward"]
+    for name, (total, count) in state.score_totals.items():
+        assert count == episodes
+        np.testing.assert_allclose(total, told[name], rtol=1e-6)
+    assert set(state.score_totals) == set(told)
+    settled, _ = learner.evaluate(state)
+    assert settled.score_totals == dict.fromkeys(told, (0, 0))
 
 
 def test_some_rows_play_what_all_of_them_play():

@@ -9,6 +9,7 @@ import pytest
 from jax.test_util import check_grads
 
 import recurrent_gates as rg
+from recurrent_gates.memory import rma
 from recurrent_gates.testing import check_cell
 from tests.memory import reference
 from tests.support import array, assert_close, assert_identical, parameters, quick_jit, to_numpy
@@ -39,6 +40,17 @@ def paper(gate, cell):
 
 def strengths(params, h):
     return reference.softplus(reference.affine(params["reader"], h)[..., -SMALL["read_heads"] :])
+
+
+@pytest.mark.parametrize("few", [0, 9])
+@pytest.mark.parametrize("top_k", [1, 4, 9])
+def test_the_most_similar_rows_are_those_of_top_k(top_k, few, monkeypatch):
+    """With many equals, of which the first count; compared by pairs, and sorted."""
+    monkeypatch.setattr(rma, "_FEW_ROWS", few)
+    similar = jax.random.randint(jax.random.key(0), (4, 3, 9), -1, 2).astype(jnp.float32)
+    _, rows = jax.lax.top_k(similar, top_k)
+    expected = (np.asarray(rows)[..., None] == np.arange(9)).any(axis=-2)
+    np.testing.assert_array_equal(rma._among_top(similar, top_k), expected)
 
 
 @pytest.mark.parametrize(

@@ -54,13 +54,14 @@ def _is_divisible(loop: Loop) -> bool:
     batch = jax.tree.leaves(loop.carry)[0].shape[0]
 
     def is_rows_or_number(leaf: jax.Array) -> bool:
-        """Of noise ``[T, ...]``; a key draws for the whole batch."""
+        """Of noise ``[T, ...]``; keys are left whole."""
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return False
         return leaf.ndim == 1 or leaf.shape[1] == batch
 
     return (
         loop.settings.batch_dims == 1
+        and all(fn.elementwise for fn in loop.carry_fns)
         and all(map(is_rows_or_number, jax.tree.leaves(loop.stream.noise)))
         and all(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(loop.carry_fns))
     )

@@ -16,24 +16,28 @@ from benchmarks.process import cores
 _HELP = {"--help", "-help", "-h"}
 
 
-def parse(name: str, define: Callable[[FlagValues], None], argv: Sequence[str]) -> dict[str, Any]:
+def parse(
+    name: str, define: Callable[[FlagValues], None], argv: Sequence[str], *, devices: bool = True
+) -> dict[str, Any]:
     """The flags of a program by name. Ends it after ``--help`` (0) and on a wrong flag (2).
 
     Args:
       name: of the program.
       define: defines its own flags, beside ``--repeats``, ``--devices`` and ``--out``.
       argv: the command line, program first.
+      devices: whether it has ``--devices``.
     """
     values = FlagValues()
     define(values)
     flags.DEFINE_integer("repeats", 10, "pairs of runs timed", 1, flag_values=values)
-    flags.DEFINE_integer(
-        "devices",
-        cores(),
-        "XLA devices on a CPU; the batch is split over them",
-        1,
-        flag_values=values,
-    )
+    if devices:
+        flags.DEFINE_integer(
+            "devices",
+            cores(),
+            "XLA devices on a CPU; the batch is split over them",
+            1,
+            flag_values=values,
+        )
     flags.DEFINE_string("out", "runs/benchmarks", "directory of the results", flag_values=values)
     if _HELP & set(argv[1:]):
         print(f"usage: python -m benchmarks.{name} [--flag=value ...]\n")

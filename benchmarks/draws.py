@@ -161,6 +161,8 @@ def run(options: dict[str, Any], machine: dict[str, Any]) -> int:
         )
     except ValueError as error:
         fail("speed", str(error))
+    if lanes := {str(contender) for contender, *_ in asked if contender.lanes > 1}:
+        fail("speed", f"--random runs one lane, as the peers do, got {', '.join(sorted(lanes))}.")
     for number, (contender, size, devices) in enumerate(asked, 1):
         where = f"{contender} at {tuple(size)} on {devices} XLA devices"
         say(f"{number}/{len(asked)} {where}")

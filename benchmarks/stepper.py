@@ -121,7 +121,7 @@ def measure(size: Sequence[int], repeats: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """The program; returns its exit status."""
-    options = parse("stepper", lambda values: None, argv)
+    options = parse("stepper", lambda values: None, argv, devices=False)
     if importlib.util.find_spec("torch") is None:
         fail("stepper", "torch is not installed, and there is nothing to compare with.")
     # As a server runs them; what the caller has set stays.

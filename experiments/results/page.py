@@ -122,7 +122,9 @@ def _figure_against(results: Results, setting: str, name: str, *words: str) -> F
     for row in _chosen(name, results, selection):
         if not isinstance(row.runs[0].settings.get(setting), int | float):
             raise UserError(f"{name}.json has a run whose {setting} is no number, or not given.")
-        label = " ".join(w for w in row.label.split() if not w.startswith(f"{setting}="))
+        # Which rate is best may differ along a line.
+        words_of_row = row.label.partition(" rate=")[0].split()
+        label = " ".join(word for word in words_of_row if not word.startswith(f"{setting}="))
         lines[label] = lines.get(label, ()) + row.runs
         counts.setdefault(label, set()).add(len(row.values))
     for label, seeds in counts.items():

@@ -256,6 +256,7 @@ def test_a_floor_is_the_larger_of_two_times():
         ("--random=0", "random"),
         ("--draw=1", "--draw has no effect without --random"),
         ("--random=1 --sizes=1,2,3,4", "--sizes has no effect with --random"),
+        ("--random=1 --cells=lstm*4", "--random runs one lane, as the peers do, got lstm*4"),
         ("--random=1 --peers=flax,scan", "got scan"),
         ("--random=1 --cells=lstn", "There is no cell 'lstn'"),
     ],

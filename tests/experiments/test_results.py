@@ -278,9 +278,11 @@ def test_a_figure_has_the_curves_of_all_seeds(tmp_path, monkeypatch):
 
 def test_a_figure_against_a_setting_has_the_scores_of_all_seeds(tmp_path, monkeypatch):
     runs = [
-        one_record([0.2, 0.4], length=30),
-        one_record([0.1, None], length=4),
-        one_record([0.6, 0.7], cell="gato", length=4),
+        one_record([0.2, 0.4], length=30, rate=1e-3),
+        one_record([0.1, 0.3], length=30, rate=2e-3),
+        one_record([0.0, 0.1], length=4, rate=1e-3),
+        one_record([0.1, 0.5], length=4, rate=2e-3),  # the best rate of its row, not of the line
+        one_record([0.6, None], cell="gato", length=4),
     ]
     prose = "{figure some against=length}"
     assert "images/results/some_against_length.png" in pages(tmp_path, runs, prose)
@@ -291,14 +293,14 @@ def test_a_figure_against_a_setting_has_the_scores_of_all_seeds(tmp_path, monkey
     curves = {curve.label: curve for curve in draw_curves.call_args.args[1]}
     assert list(curves) == ["gato", "gru"]
     assert list(curves["gru"].x) == [4, 30] and list(curves["gato"].x) == [4]
-    np.testing.assert_array_equal(curves["gru"].values, [[0.1, np.nan], [0.2, 0.4]])
-    np.testing.assert_array_equal(curves["gato"].values, [[0.6, 0.7]])
+    np.testing.assert_array_equal(curves["gru"].values, [[0.1, 0.5], [0.2, 0.4]])
+    np.testing.assert_array_equal(curves["gato"].values, [[0.6, np.nan]])
     assert figure.is_of(tmp_path / one.file, one)
-    pages(tmp_path, [one_record([0.3, 0.4], length=30), *runs[1:]], prose)
+    pages(tmp_path, [one_record([0.3, 0.4], length=30), *runs[2:]], prose)
     (changed,) = page.figures(tmp_path)
     assert not figure.is_of(tmp_path / one.file, changed)
     with pytest.raises(UserError, match="has gru with different numbers of seeds"):
-        pages(tmp_path, [one_record([0.3], length=30), *runs[1:]], prose)
+        pages(tmp_path, [one_record([0.3], length=30), *runs[2:]], prose)
 
 
 CLAIM = """

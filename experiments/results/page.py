@@ -33,6 +33,7 @@ from experiments.results.records import Record, Results, read
 from experiments.settings.errors import UserError
 
 _TABLE = re.compile(r"^\{(.*)\}$", re.MULTILINE)
+_NUMBER = re.compile(r"(\d+\.?\d*(?:e-?\d+)?)")
 _NOTE = "<!-- Made by `python -m experiments.results` from docs/results: change it there. -->"
 
 
@@ -234,7 +235,7 @@ def _chosen(name: str, results: Results, words: Sequence[str]) -> list[Row]:
 
 
 def rows(results: Results, selection: Mapping[str, Any]) -> list[Row]:
-    """A row for each setting with the selected values, in the order of the labels.
+    """A row for each setting with the selected values, by label; its numbers go by their size.
 
     Args:
       results: of one file.
@@ -253,7 +254,14 @@ def rows(results: Results, selection: Mapping[str, Any]) -> list[Row]:
         own = (run.identity, *sorted((n, _shown(value)) for n, value in run.settings.items()))
         groups.setdefault(own, {}).setdefault(run.rate, []).append(run)
     differing = _differing([next(iter(rates.values()))[0] for rates in groups.values()])
-    return [_row(rates, differing, results) for rates in groups.values()]
+    made = [_row(rates, differing, results) for rates in groups.values()]
+    return sorted(made, key=lambda row: _by_size(row.label))
+
+
+def _by_size(label: str) -> list[str | float]:
+    """Texts and numbers in turn, so that 30 comes before 100."""
+    parts = _NUMBER.split(label)
+    return [float(part) if index % 2 else part for index, part in enumerate(parts)]
 
 
 def _differing(runs: Sequence[Record]) -> list[str]:

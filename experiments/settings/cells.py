@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -57,7 +58,7 @@ def bare_cell(name: str, hidden_size: int, **parts: int) -> rg.Cell:
         except rg.UnknownCellError as error:
             raise UserError(str(error)) from None
         except ValueError as error:
-            raise UserError(f"--cell={name}: {error}") from None
+            raise UserError(f"--cell={name}: {_as_flags(str(error))}") from None
     named = _imported(name)
     try:
         cell = named
@@ -88,6 +89,14 @@ def _divided(cell: Callable[..., rg.Cell], hidden_size: int, parts: Mapping[str,
         return cell(hidden_size, **parts)
     except TypeError:  # it has no such settings
         return cell(hidden_size)
+
+
+def _as_flags(message: str) -> str:
+    """What a cell says of its parts, by the names of their flags where these are others."""
+    for flag, field in _PARTS.items():
+        if flag != field:
+            message = re.sub(rf"\b{field}\b", flag, message)
+    return message
 
 
 def _imported(name: str) -> Any:

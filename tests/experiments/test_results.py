@@ -236,6 +236,18 @@ def test_a_row_is_all_seeds_of_a_setting(tmp_path):
     assert [row[0] for row in only[2:]] == ["gru"]
 
 
+def test_rows_go_by_cell_and_then_by_the_size_of_their_numbers(tmp_path):
+    settings = [("gru", 100), ("gru", 30), ("gru", 4), ("gato2", 4), ("gato10", 4)]
+    runs = [one_record([0.1], cell=cell, length=length) for cell, length in settings]
+    table = cells(pages(tmp_path, runs, "{runs some}"))
+    assert [row[0] for row in table[2:]] == [
+        "gato2 length=4", "gato10 length=4", "gru length=4", "gru length=30", "gru length=100",
+    ]  # fmt: skip
+    runs = [one_record([0.1], rate=1e-3, weight=weight) for weight in (2.0, 1e-05, 0.5)]
+    table = cells(pages(tmp_path, runs, "{runs some}"))
+    assert [row[0] for row in table[2:]] == ["gru weight=1e-05", "gru weight=0.5", "gru weight=2"]
+
+
 @pytest.mark.parametrize(
     ("prose", "sentence"),
     [

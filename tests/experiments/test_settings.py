@@ -346,7 +346,7 @@ def test_a_memory_has_the_sizes_that_are_asked_for():
     )
     with pytest.raises(UserError, match=r"^--rows_read is not for dnc"):
         tiny(cell="dnc", hidden_size=8, rows_read=3)
-    with pytest.raises(UserError, match=r"^--cell=rma: .* top_k = 50 .* only 40\.$"):
+    with pytest.raises(UserError, match=r"^--cell=rma: .* rows_read = 50 .* only 40\.$"):
         tiny(cell="rma", hidden_size=8, memory_slots=40)
 
 

@@ -82,7 +82,7 @@ def unsupported(loop: Loop) -> str | None:
     if heads > 1 and not _by_head(cell, heads, carry_fns):
         return (
             "its kernels hold one head at a time, where gates and carry functions act on each "
-            "unit by itself."
+            "unit by itself, and heads of a uniform gate have at least 3 units."
         )
     return _does_not_fit(loop, target.platform(), heads)
 

@@ -68,6 +68,8 @@ _GPU_UNROLL = 8
 # Bytes. Carries that take less, of all steps together, are kept whatever the cell: to form them
 # again would cost a third more time for little.
 _LARGE = 2**25
+# The same for cells whose steps are formed again one by one: chunks of them save nothing else.
+_LARGE_OF_STEPS = 2**26
 _LARGER = 4  # times what a step reads and hands out: of an LSTM that projects nothing it is 2
 
 
@@ -270,7 +272,8 @@ def unroll(
       remat: length in steps of the chunks whose activations are computed again in the
         backward pass instead of kept; default: none, or the square root of T where the carries
         of all steps take more than 32 MiB, and four times what the steps read and hand out. Of a
-        memory cell's steps without chunks a CPU keeps the carries, and forms the rest again.
+        memory cell's steps without chunks a CPU keeps the carries, up to 64 MiB by default, and
+        forms the rest again.
       backend: ``"scan"``, ``"fused"``, ``"parallel"`` (all steps at once, for linear
         recurrences), ``"newton"`` (the same for diagonal ones), ``"pallas"`` (kernels for TPUs
         and NVIDIA GPUs, which a CPU interprets, slowly), ``"cudnn"`` (the plain LSTM on NVIDIA
@@ -330,27 +333,28 @@ def unroll(
 def _run(loop: Loop, backend: Backend, remat: int | None, *, empty: bool) -> Segment:
     """The loop by its backend, in the chunks that were asked for or that the backend wants."""
     chosen = _resolve(backend, loop)
+    remat_steps = loop.settings.cell._remats_steps and target.platform() == "cpu"
     if chosen is Backend.SCAN or empty:  # nothing to speed up
-        segment, chunk = scan_segment, _large(loop)
+        segment, chunk = scan_segment, _large(loop, remat_steps)
     else:
         segment, chunk = _form(chosen).segment, _form(chosen).chunk(loop)
     keep = chunk is not None and remat is None
     loop = loop.replace(settings=loop.settings._replace(keep=keep))
     length = remat or chunk
     if length is None or not loop.steps:
-        remat_steps = loop.settings.cell._remats_steps and target.platform() == "cpu"
         return segment(loop.replace(settings=loop.settings._replace(remat_steps=remat_steps)))
     return _chunked(segment, loop, length)
 
 
-def _large(loop: Loop) -> int | None:
+def _large(loop: Loop, remat_steps: bool) -> int | None:
     """The steps per chunk that large carries ask for; None for no chunks.
 
     A carry is large, a memory for one, where it takes several times what a step reads and hands
     out: then the carries of all steps are most of what would be kept.
     """
     carry_bytes = _bytes(loop.carry)
-    if loop.symbolic or loop.steps * carry_bytes <= _LARGE:
+    kept_anyway = _LARGE_OF_STEPS if remat_steps else _LARGE
+    if loop.symbolic or loop.steps * carry_bytes <= kept_anyway:
         return None
     cell = loop.settings.cell
 

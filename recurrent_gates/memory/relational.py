@@ -6,6 +6,7 @@ each, H heads of S / H units.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from recurrent_gates.memory.core import MemoryCell, linear
 from recurrent_gates.shapes import lead
 
 _EPSILON = 1e-5  # of the layer norms, as in the authors' code
+_FEW_ROWS = 5  # so many are summed one by one
 
 
 class RMCState(NamedTuple):
@@ -261,12 +263,7 @@ class RMC(MemoryCell):
             "...ihk,...jhk->...hij", q.astype(dtype), k.astype(dtype), preferred_element_type=total
         )
         weights = jax.nn.softmax(similar, axis=-1)
-        read = jnp.einsum(
-            "...hij,...jhk->...ihk",
-            weights.astype(dtype),
-            v.astype(dtype),
-            preferred_element_type=total,
-        )
+        read = _weighted(weights.astype(dtype), v.astype(dtype), total)
         return read.reshape(*read.shape[:-2], self.slot_size)
 
     @nn.nowrap
@@ -274,6 +271,17 @@ class RMC(MemoryCell):
         for index in range(self.mlp_layers):
             rows = linear(params[f"layer_{index}"], jax.nn.relu(rows) if index else rows, dtype)
         return rows
+
+
+def _weighted(weights: jax.Array, v: jax.Array, total: Any) -> jax.Array:
+    """Sums of values ``[..., J, H, K]`` by weights ``[..., H, I, J]``: ``[..., I, H, K]``."""
+    rows = v.shape[-3]
+    if rows > _FEW_ROWS:
+        return jnp.einsum("...hij,...jhk->...ihk", weights, v, preferred_element_type=total)
+    # A CPU takes longer to start so many small products than to do them.
+    by_row = jnp.swapaxes(weights, -3, -2).astype(total)  # [..., I, H, J]
+    terms = [by_row[..., j, None] * v[..., j, None, :, :].astype(total) for j in range(rows)]
+    return functools.reduce(jnp.add, terms)
 
 
 def _qkv(block: Params, rows: jax.Array, dtype: Any) -> jax.Array:

@@ -37,6 +37,7 @@ CASES = [(name, {}) for name in GATES] + [
     ("r", dict(gate_style="memory", bias_vectors=2)),
     ("ur", dict(memory_slots=4, heads=3, blocks=3, key_size=5, mlp_layers=3, bias_vectors=2)),
     ("u", dict(memory_slots=1, heads=1, blocks=2, mlp_layers=1)),
+    ("ur", dict(memory_slots=6, heads=2)),  # more rows than are summed one by one
 ]
 
 
@@ -50,7 +51,9 @@ def test_one_step_is_the_papers(gate, settings):
     assert_close(y, expected[0].reshape(3, FEATURES))
 
 
-@pytest.mark.parametrize("settings", [{}, dict(blocks=2, memory_slots=3, heads=4)])
+@pytest.mark.parametrize(
+    "settings", [{}, dict(blocks=2, memory_slots=3, heads=4), dict(memory_slots=6, heads=2)]
+)
 def test_gradients_of_a_sequence(settings):
     cell = build("ur", **settings)
     params, xs = parameters(cell, INPUTS), array(8, 3, 2, INPUTS)

@@ -156,14 +156,14 @@ def _stop_gradient_where_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array
 
 
 @jax.custom_jvp
-def _scale_gradient(x: jax.Array, scale: jax.Array) -> jax.Array:
+def scale_gradient(x: jax.Array, scale: jax.Array) -> jax.Array:
     """x; its gradient is multiplied by scale."""
     del scale
     return x
 
 
-@_scale_gradient.defjvp
-def _scale_gradient_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+@scale_gradient.defjvp
+def scale_gradient_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     (x, scale), (x_dot, _) = primals, tangents
     return x, x_dot * scale
 
@@ -235,7 +235,7 @@ class Damp(CarryFn):
         del noise_t
         value = get_field(carry, self.field)
         scale = 1 - jnp.asarray(self.p, value.dtype)
-        return set_field(carry, self.field, _scale_gradient(value, scale))
+        return set_field(carry, self.field, scale_gradient(value, scale))
 
 
 @struct.dataclass

@@ -39,9 +39,10 @@ class Backend(enum.Enum):
     Where one is asked for, its value does as well: the name in small letters, a string.
 
     Attributes:
-      AUTO: ``FUSED`` or ``PARALLEL`` where it serves the request, else ``SCAN``; logs its choice
-        once.
+      AUTO: ``NATIVE``, ``FUSED`` or ``PARALLEL``, the first that serves the request, else ``SCAN``;
+        logs its choice once.
       SCAN: ``jax.lax.scan`` over the cell's step: the definition.
+      NATIVE: kernels in C++ for LSTM, GRU and JANET on a CPU, compiled where they run.
       FUSED: a hand-written backward pass, for cells that name their recurrent products.
       PARALLEL: all steps at once, for linear recurrences.
       NEWTON: all steps at once, for diagonal recurrences.
@@ -51,6 +52,7 @@ class Backend(enum.Enum):
 
     AUTO = "auto"
     SCAN = "scan"
+    NATIVE = "native"
     FUSED = "fused"
     PARALLEL = "parallel"
     NEWTON = "newton"
@@ -59,7 +61,7 @@ class Backend(enum.Enum):
 
 
 # What auto tries, in this order, before it takes the scan.
-_FASTEST_FIRST = (Backend.FUSED, Backend.PARALLEL)
+_FASTEST_FIRST = (Backend.NATIVE, Backend.FUSED, Backend.PARALLEL)
 
 # A step on a GPU is a few programs, each of which takes microseconds to start. An iteration of
 # several steps stores what they hand out by one program, and may join steps without products.
@@ -274,10 +276,10 @@ def unroll(
         of all steps take more than 32 MiB, and four times what the steps read and hand out. Of a
         memory cell's steps without chunks a CPU keeps the carries, up to 64 MiB by default, and
         forms the rest again.
-      backend: ``"scan"``, ``"fused"``, ``"parallel"`` (all steps at once, for linear
-        recurrences), ``"newton"`` (the same for diagonal ones), ``"pallas"`` (kernels for TPUs
-        and NVIDIA GPUs, which a CPU interprets, slowly), ``"cudnn"`` (the plain LSTM on NVIDIA
-        GPUs) or ``"auto"``, which logs its choice once.
+      backend: ``"scan"``, ``"native"`` (kernels for CPUs), ``"fused"``, ``"parallel"`` (all steps
+        at once, for linear recurrences), ``"newton"`` (the same for diagonal ones), ``"pallas"``
+        (kernels for TPUs and NVIDIA GPUs, which a CPU interprets, slowly), ``"cudnn"`` (the plain
+        LSTM on NVIDIA GPUs) or ``"auto"``, which logs its choice once.
 
     Returns:
       (carry, ys) with ys ``[T, *batch, F]`` (or what ``cell.emit`` makes) at the same t as their

@@ -49,9 +49,10 @@ ORDER = (
     {"backends.shared.products", "backends.shared.two_layer", "registry"},
     {"backends.newton.backend", "backends.pallas.gato", "backends.pallas.recurrence"}
     | {"backends.shared.stepwise"},
-    {"backends.cudnn", "backends.fused", "backends.parallel"},
-    {"backends.newton", "backends.pallas.backend"},
-    {"backends.pallas", "testing", "analysis.convergence", "gate_theory"},
+    {"backends.cudnn", "backends.fused", "backends.parallel"}
+    | {"backends.native.library", "backends.native.switch"},
+    {"backends.newton", "backends.pallas.backend", "backends.native.backend"},
+    {"backends.pallas", "backends.native", "testing", "analysis.convergence", "gate_theory"},
     {"analysis"},
     {"desiderata", "nnx"},
     {""},  # __init__.py: the public names
@@ -326,7 +327,8 @@ def test_wheel_holds_the_library_alone(wheel):
         names = set(archive.namelist())
     about = {name for name in names if name.startswith(f"{LIBRARY}-{VERSION}.dist-info/")}
     sources = {str(path.relative_to(ROOT)) for path in MODULES.values()}
-    assert names - about == sources | {f"{LIBRARY}/py.typed"}
+    kernels = f"{LIBRARY}/backends/native/kernels.cc"
+    assert names - about == sources | {f"{LIBRARY}/py.typed", kernels}
     assert any(name.endswith("LICENSE") for name in about)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from experiments.settings.fields import Sourced, setting
 
-BACKENDS = ("auto", "scan", "fused", "parallel", "newton", "pallas", "cudnn")
+BACKENDS = ("auto", "scan", "native", "fused", "parallel", "newton", "pallas", "cudnn")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

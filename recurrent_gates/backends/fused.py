@@ -147,7 +147,7 @@ def segment(loop: Loop) -> Segment:
 @jax.custom_vjp
 def _stepwise(loop: Loop) -> tuple[Carry, Carry]:
     """``_recurrence`` of a loop's own inputs, each of which is projected in its step."""
-    last, carries, _ = _run(stepwise.product_loop(loop), project=stepwise.projection(loop))
+    last, carries, _ = run(stepwise.product_loop(loop), project=stepwise.projection(loop))
     return last, carries
 
 
@@ -166,11 +166,11 @@ _stepwise.defvjp(_stepwise_forward, _stepwise_backward)
 @jax.custom_vjp
 def _recurrence(loop: Loop) -> tuple[Carry, Carry]:
     """The last carry, and those of all steps."""
-    last, carries, _ = _run(loop, halves.count(loop))
+    last, carries, _ = run(loop, halves.count(loop))
     return last, carries
 
 
-def _run(
+def run(
     loop: Loop, parts: int = 1, project: Callable[[Any], Slots] | None = None
 ) -> tuple[Carry, Carry, Slots]:
     """The last carry, the carries of all steps, and their pre-activations by slot.
@@ -206,7 +206,7 @@ def _run(
 
 
 def _forward(loop: Loop) -> tuple[tuple[Carry, Carry], Any]:
-    last, carries, pre = _run(loop)
+    last, carries, pre = run(loop)
     carries = kept(carries)  # though not if they are formed again and nothing else reads them
     read = carries  # by the backward loop
     if loop.settings.keep and _replays(loop.params):
@@ -261,13 +261,36 @@ def _replay(loop: Loop, carries: Carry) -> Slots:
 def _backward(saved: tuple[Residuals, Weights], cotangents: tuple[Carry, Carry]) -> tuple[Loop]:
     residual, transposed = saved
     loop, carries = residual.loop, residual.carries
+    weights = jax.tree.map(_transposed, transposed)
+    d_carry, d_reset, d_pre, d_apart = run_back(residual, weights, cotangents)
+    before = shifted(loop.carry, carries, loop.settings.reverse)
+    d_weights, d_inputs = gradients(residual, before, d_pre, d_apart)
+    d_loop = loop.replace(params=d_weights, xs=d_inputs, carry=d_carry, reset_carry=d_reset)
+    return (d_loop.replace(carry_fns=None, stream=None),)
+
+
+def run_back(
+    residual: Residuals, weights: Weights, cotangents: tuple[Carry, Carry]
+) -> tuple[Carry, Carry, Slots, Slots]:
+    """The loop backwards in time.
+
+    Args:
+      residual: what the forward loop kept.
+      weights: its weights.
+      cotangents: those of the last carry and of the carries of all steps.
+
+    Returns:
+      The cotangents of the first carry, of the reset carry, of the pre-activations by slot and of
+      the inputs that ``update`` reads by themselves.
+    """
+    loop, carries = residual.loop, residual.carries
     d_last, d_carries = cotangents
     merged = merged_products(loop, residual.dtype, transposes=True)
 
     def body(state: tuple[Carry, Carry], inputs: Any) -> tuple[tuple[Carry, Carry], Any]:
         d_carry, d_reset = state
         t, pre_t, apart_t, stream_t, d_here = inputs
-        product = step_product(jax.tree.map(_transposed, transposed), merged)
+        product = step_product(weights, merged)
         moment = Moment(_previous(loop, carries, t), pre_t, apart_t, stream_t)
         d_new = add(d_carry, d_here)
         d = step_gradients(loop, product, residual.dtype, moment, d_new, skip=_skips())
@@ -282,9 +305,7 @@ def _backward(saved: tuple[Residuals, Weights], cotangents: tuple[Carry, Carry])
     (d_carry, d_reset), (d_pre, d_apart) = jax.lax.scan(
         body, start, sequence, reverse=not reverse, unroll=unroll
     )
-    d_weights, d_inputs = gradients(residual, shifted(loop.carry, carries, reverse), d_pre, d_apart)
-    d_loop = loop.replace(params=d_weights, xs=d_inputs, carry=d_carry, reset_carry=d_reset)
-    return (d_loop.replace(carry_fns=None, stream=None),)
+    return d_carry, d_reset, d_pre, d_apart
 
 
 def _previous(loop: Loop, carries: Carry, t: jax.Array) -> Carry:

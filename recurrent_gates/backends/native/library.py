@@ -1,0 +1,140 @@
+"""The kernels as XLA's own functions: compiled by this machine's C++ compiler, once, and loaded.
+
+A library holds one cell. It is kept in ``$XDG_CACHE_HOME/recurrent_gates`` (``~/.cache`` if that is
+not set) under a name that depends on the source, the compiler, the processor and jaxlib.
+``RECURRENT_GATES_NATIVE=0`` in the environment turns all of this off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+import tempfile
+
+import jax
+
+_LOGGER = logging.getLogger("recurrent_gates")
+_SOURCE = pathlib.Path(__file__).parent / "kernels.cc"
+_FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-w")
+_SWITCH = "RECURRENT_GATES_NATIVE"
+_SECONDS = 120  # beyond which a compiler is taken for dead
+
+FUNCTIONS = ("forward", "backward", "gradients")
+CELLS = {
+    "lstm": "Lstm<false>",
+    "lstm_refined": "Lstm<true>",
+    "gru": "Gru<false, true>",
+    "gru_refined": "Gru<true, true>",
+    "janet": "Gru<false, false>",
+    "janet_refined": "Gru<true, false>",
+}
+"""The kernels' cells by name, as C++ writes them."""
+
+
+class UnavailableError(Exception):
+    """There is no library; the text says why, in one sentence."""
+
+
+def target(cell: str, function: str) -> str:
+    """The name by which XLA knows a function of a cell."""
+    return f"recurrent_gates_{cell}_{function}"
+
+
+@functools.cache
+def missing(cell: str) -> str | None:
+    """Why a cell's kernels cannot be had, in one sentence; None if they are registered with XLA."""
+    try:
+        library = ctypes.CDLL(str(_built(cell)))
+    except (UnavailableError, OSError) as error:
+        return str(error)
+    for function in FUNCTIONS:
+        handler = jax.ffi.pycapsule(getattr(library, f"rg_{function}"))
+        jax.ffi.register_ffi_target(target(cell, function), handler, platform="cpu")
+    return None
+
+
+def _built(cell: str) -> pathlib.Path:
+    """The library of a cell, compiled if there is none yet."""
+    if os.environ.get(_SWITCH) == "0":
+        raise UnavailableError(f"{_SWITCH}=0 turns kernels off.")
+    compiler = _compiler()
+    command = [compiler, *_FLAGS, _for_this_processor(), f"-DRG_CELL={CELLS[cell]}"]
+    command += [f"-I{jax.ffi.include_dir()}", str(_SOURCE)]
+    path = _directory() / f"{cell}-{_digest(command)}.so"
+    if not path.exists():
+        _compile(cell, command, path)
+    return path
+
+
+def _compiler() -> str:
+    named = os.environ.get("CXX")
+    for name in (named,) if named else ("c++", "g++", "clang++"):
+        if path := shutil.which(name):
+            return path
+    raise UnavailableError(
+        f"kernels are compiled on this machine, and there is no C++ compiler ({named or 'c++'})."
+    )
+
+
+def _for_this_processor() -> str:
+    return "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+
+
+def _directory() -> pathlib.Path:
+    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(root) / "recurrent_gates"
+
+
+def _digest(command: list[str]) -> str:
+    """Of all that the library depends on; a home directory may be that of several machines."""
+    version = _output([command[0], "--version"])
+    parts = (_SOURCE.read_text(), version, *command, jax.lib.__version__, _processor())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = ("model name", "flags", "CPU part", "Features")
+    return "\n".join(sorted({line for line in lines if line.startswith(names)}))
+
+
+def _compile(cell: str, command: list[str], path: pathlib.Path) -> None:
+    """Compiles into a file of its own and moves it into place: others may do the same."""
+    _LOGGER.info("compiling the kernels of %s, once, into %s", cell, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+            built = pathlib.Path(directory) / "kernels.so"
+            _output([*command, "-o", str(built)])
+            built.replace(path)
+    except OSError as error:
+        raise UnavailableError(f"kernels cannot be written to {path.parent}: {error}.") from None
+
+
+def _output(command: list[str]) -> str:
+    """What a program prints.
+
+    Raises:
+      UnavailableError: if it fails.
+    """
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UnavailableError(f"the C++ compiler cannot be run: {error}.") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        first = next((line for line in lines if "error" in line), lines[-1])
+        raise UnavailableError(f"the C++ compiler does not compile the kernels: {first}.")
+    return done.stdout

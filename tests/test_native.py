@@ -1,0 +1,356 @@
+"""Kernels for the CPU against the scan in float64, in every form that they have.
+
+They need a C++ compiler. What happens without one is tested, too.
+"""
+
+import functools
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import recurrent_gates as rg
+from recurrent_gates import target
+from recurrent_gates.backends import native
+from recurrent_gates.backends.native import backend, library
+from recurrent_gates.scan import Loop, Settings, Stream
+from tests.support import array, assert_close, assert_identical, randomize
+
+TOLERANCE = 1e-5  # of float32 sums of a few hundred terms, beside float64
+CELLS = {
+    "lstm": rg.LSTM,
+    "c_lstm": functools.partial(rg.CELLS["c_lstm"], bias_mode="frozen"),
+    "two_biases": functools.partial(rg.LSTM, bias_vectors=2),
+    "ur_lstm": rg.CELLS["ur_lstm"],
+    "gru": rg.GRU,
+    "gru_two_biases": functools.partial(rg.GRU, bias_vectors=2),
+    "ur_gru": functools.partial(rg.GRU, gate=rg.GATES["ur"]),
+    "gru_no_reset": functools.partial(rg.GRU, reset=False),
+    "janet": rg.JANET,
+    "r_janet": rg.CELLS["r_janet"],
+}
+# (T, batch, D, F): odd widths; no batch and two axes of it; inputs projected outside of the loop;
+# one step; blocks of rows that do not divide; threads that share rows; threads that share units.
+SIZES = {
+    "small": (5, (3,), 2, 5),
+    "one_row": (4, (), 3, 17),
+    "two_axes": (3, (2, 3), 1, 16),
+    "wide_inputs": (4, (2,), 130, 6),
+    "one_step": (1, (7,), 3, 33),
+    "rows": (3, (41,), 9, 72),
+    "units": (3, (9,), 5, 230),
+}
+HOW = {
+    "plain": {},
+    "reverse": {"reverse": True},
+    "carries": {"return_carries": "all"},
+    "detach": {"carry_fns": (rg.Detach(0.5), rg.Damp(0.25))},
+    "chunks": {"remat": 2, "reverse": True},
+    "means": {"carry_fns": (rg.Detach(0.5),), "deterministic": True},
+}
+# Every cell in every form once, at sizes by turns, and every size with a cell of each family.
+CASES = [
+    (cell, how, list(SIZES)[number % len(SIZES)])
+    for number, (cell, how) in enumerate(itertools.product(CELLS, HOW))
+] + [
+    (cell, "detach", size)
+    for cell, size in itertools.product(("lstm", "ur_lstm", "gru", "janet"), SIZES)
+]
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch):
+    """Two threads, whatever the machine: XLA's pool has as many as it has cores."""
+    monkeypatch.setattr(target, "cores", lambda: 2)
+
+
+def arrays(make, size):
+    """(cell, (params, xs, carry)), in float32."""
+    steps, batch, inputs, features = SIZES[size]
+    cell = make(features)
+    params = randomize(jax.eval_shape(lambda: cell.init_params(jax.random.key(0), inputs)), 1, 0.4)
+    carry = randomize(cell.initial(batch), 2, 0.5)
+    values = params, array(3, steps, *batch, inputs), carry
+    return cell, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), values)
+
+
+def everything(cell, backend, **how):
+    """The carry, the outputs and all gradients of a sum that reads each of them differently."""
+
+    def loss(params, xs, carry):
+        out = rg.unroll(cell, params, xs, carry, key=jax.random.key(7), backend=backend, **how)
+        leaves = jax.tree.leaves(out)
+        return sum(jnp.sum(jnp.sin(leaf * (n + 1))) for n, leaf in enumerate(leaves)), out
+
+    return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
+
+
+@pytest.mark.parametrize(("name", "how", "size"), CASES, ids=map("-".join, CASES))
+def test_kernels_are_the_scan(name, how, size):
+    cell, values = arrays(CELLS[name], size)
+    actual = everything(cell, "native", **HOW[how])(*values)
+    with jax.enable_x64(True):
+        exact = CELLS[name](cell.features, param_dtype=jnp.float64)
+        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), values)
+        expected = everything(exact, "scan", **HOW[how])(*wide)
+    assert jax.tree.leaves(actual)[0].dtype == jnp.float32
+    assert_close(actual, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+@pytest.mark.parametrize("size", ["rows", "units", "small"])
+def test_threads_change_no_bit(name, size, monkeypatch):
+    cell, values = arrays(CELLS[name], size)
+    shared = everything(cell, "native")(*values)
+    monkeypatch.setattr(target, "cores", lambda: 1)
+    assert_identical(everything(cell, "native")(*values), shared)
+
+
+def test_many_calls_at_once_end():
+    """Each waits for helpers from a pool that all of them use; none waits for one that is not to be
+    had."""
+    cell, values = arrays(CELLS["lstm"], "units")
+    run = everything(cell, "native")
+    alone = run(*values)
+
+    @jax.jit
+    def many(params, xs, carry):
+        return [run(params, xs, carry) for _ in range(6)]
+
+    for _ in range(20):
+        for out in many(*values):
+            assert_close(out, alone, 1e-7)
+
+
+@pytest.mark.parametrize("name", ["ur_lstm", "gru", "janet"])
+def test_nan_stays_in_its_row(name):
+    cell, (params, xs, carry) = arrays(CELLS[name], "rows")
+    _, ys = rg.unroll(cell, params, xs.at[1, 4, 0].set(jnp.nan), carry, backend="native")
+    bad = np.isnan(np.asarray(ys))
+    assert bad[1:, 4].all()
+    assert not np.delete(bad, 4, axis=1).any()
+    assert not bad[0].any()
+
+
+def test_saturated_gates_are_exact():
+    """Pre-activations far beyond what exp and tanh are made for."""
+    cell, (params, xs, carry) = arrays(CELLS["lstm"], "small")
+    for size in (20.0, 100.0, 1e4, 1e30):
+        kernel = {slot: size * kernel for slot, kernel in params["kernel"].items()}
+        large = {**params, "kernel": kernel}
+        _, ys = rg.unroll(cell, large, xs, carry, backend="native")
+        _, expected = rg.unroll(cell, large, xs, carry, backend="scan")
+        assert_close(ys, expected, 1e-5)
+
+
+# The portable form: what runs where a kernel cannot.
+
+
+@pytest.mark.parametrize("name", ["lstm", "ur_lstm", "gru", "janet"])
+def test_vmap_runs_the_portable_form(name):
+    cell, (params, xs, carry) = arrays(CELLS[name], "small")
+    run = everything(cell, "native", carry_fns=(rg.Detach(0.5),), return_carries="all")
+    lanes = jnp.stack([xs, 2 * xs])
+    mapped = jax.jit(jax.vmap(run, in_axes=(None, 0, None)))
+    assert "custom_call @recurrent_gates" not in mapped.lower(params, lanes, carry).as_text()
+    actual = mapped(params, lanes, carry)
+    for lane in range(2):
+        one = jax.tree.map(lambda x, lane=lane: x[lane], actual)
+        assert_close(one, run(params, lanes[lane], carry), TOLERANCE)
+
+
+def test_shard_map_runs_kernels_and_keeps_what_varies():
+    cell, (params, xs, carry) = arrays(CELLS["lstm"], "rows")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("batch",))
+
+    def loss(params, xs, carry):
+        return jax.lax.psum(
+            jnp.sum(jnp.sin(rg.unroll(cell, params, xs, carry, backend="native")[1])), "batch"
+        )
+
+    specs = (P(), P(None, "batch"), P("batch"))
+    mapped = jax.jit(jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=specs, out_specs=P()))
+    assert "custom_call @recurrent_gates" in mapped.lower(params, xs, carry).as_text()
+
+    def alone(params, xs, carry):
+        return jnp.sum(jnp.sin(rg.unroll(cell, params, xs, carry, backend="scan")[1]))
+
+    assert_close(mapped(params, xs, carry), jax.grad(alone)(params, xs, carry), 1e-5)
+
+
+def test_exported_programs_hold_no_kernel():
+    cell, values = arrays(CELLS["gru"], "small")
+    run = everything(cell, "auto")
+    assert "custom_call @recurrent_gates" in run.lower(*values).as_text()
+    exported = jax.export.export(run)(*values)
+    assert "recurrent_gates_gru" not in exported.mlir_module()
+    restored = jax.export.deserialize(exported.serialize())
+    assert_close(restored.call(*values), run(*values), TOLERANCE)
+
+
+def test_several_devices_without_shard_map_run_the_portable_form():
+    """Two devices of a process of their own: the partitioner cannot cut a kernel."""
+    code = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import recurrent_gates as rg
+cell = rg.LSTM(8)
+params = cell.init_params(jax.random.key(0), 3)
+xs = jax.random.normal(jax.random.key(1), (5, 4, 3))
+
+
+
+def loss(params, xs):
+    return jnp.sum(jnp.sin(rg.unroll(cell, params, xs, backend="native")[1]))
+
+
+run = jax.jit(jax.value_and_grad(loss, (0, 1)))
+mesh = Mesh(np.array(jax.devices()), ("batch",))
+shards = jax.device_put(xs, NamedSharding(mesh, P(None, "batch")))
+assert "recurrent_gates_lstm" in run.lower(params, xs).as_text()
+assert "recurrent_gates_lstm" not in run.lower(params, shards).as_text()
+assert "all-gather" not in run.lower(params, shards).compile().as_text()
+both = map(jax.tree.leaves, (run(params, shards), run(params, xs)))
+for a, b in zip(*both, strict=True):
+    np.testing.assert_allclose(a, b, atol=2e-6)
+"""
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_second_derivatives_are_the_scans():
+    cell, (params, xs, carry) = arrays(CELLS["lstm"], "small")
+
+    def slope(backend):
+        def loss(xs):
+            return jnp.sum(jnp.sin(rg.unroll(cell, params, xs, carry, backend=backend)[1]))
+
+        return jax.jit(jax.grad(lambda xs: jnp.sum(jax.grad(loss)(xs) ** 2)))(xs)
+
+    assert_close(slope("native"), slope("scan"), 1e-5)
+
+
+# What is served, and the library.
+
+
+def loop(cell, fns=(), *, dtype=jnp.float32, stream=None):
+    params = jax.eval_shape(lambda: cell.init_params(jax.random.key(0), 3))
+    xs = jax.ShapeDtypeStruct((5, 2, 3), dtype)
+    start = jax.eval_shape(lambda: cell.initial((2,)))
+    noise = rg.draw_noise(fns, jax.random.key(0), 5, (2,))
+    stream = stream or Stream(noise=noise)
+    return Loop(Settings(cell, batch_dims=1), params, xs, start, start, fns, stream)
+
+
+MASK = jax.ShapeDtypeStruct((5, 2), bool)
+REFUSED = {
+    "another_cell": (loop(rg.Elman(4)), "no kernels for Elman"),
+    "ordered_gates": (loop(rg.CELLS["om_lstm"](4)), "no kernels for LSTM"),
+    "tied_without_refining": (loop(rg.LSTM(4, gate=rg.Gate(tied=True))), "no kernels for LSTM"),
+    "reset_before": (loop(rg.GRU(4, reset="before")), "no kernels for GRU"),
+    "heads": (loop(rg.LSTM(4, heads=2)), "no kernels for LSTM"),
+    "activation": (loop(rg.LSTM(4, activation=jax.nn.sigmoid)), "no kernels for LSTM"),
+    "bfloat16": (loop(rg.LSTM(4), dtype=jnp.bfloat16), "float32"),
+    "products_in_bfloat16": (loop(rg.LSTM(4, dtype=jnp.bfloat16)), "float32"),
+    "masks": (loop(rg.LSTM(4), stream=Stream(valid=MASK)), "masks and resets"),
+    "resets": (loop(rg.LSTM(4), stream=Stream(resets=MASK)), "masks and resets"),
+    "zoneout": (loop(rg.LSTM(4), (rg.Zoneout(0.5),)), "Detach and Damp of h"),
+    "by_example": (loop(rg.LSTM(4), (rg.Detach(0.5, per_example=True),)), "Detach and Damp of h"),
+    "detached_c": (loop(rg.LSTM(4), (rg.Detach(0.5, field="c"),)), "Detach and Damp of h"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served(name):
+    asked, reason = REFUSED[name]
+    assert reason in native.unsupported(asked)
+
+
+def test_auto_takes_kernels(caplog):
+    cell, values = arrays(CELLS["lstm"], "small")
+    assert native.unsupported(loop(rg.LSTM(4))) is None
+    lowered = jax.jit(functools.partial(rg.unroll, cell)).lower(*values).as_text()
+    assert "custom_call @recurrent_gates_lstm_forward" in lowered
+
+
+def test_long_sequences_are_taken_in_chunks():
+    cell = rg.LSTM(256)
+    step = 4 * 100 * 256 * (4 + 2)  # bytes of 100 rows: pre-activations, c and h
+    most = backend._KEPT_BYTES // step
+    for steps, expected in ((most, None), (most + 1, backend._CHUNK_BYTES // step)):
+        asked = loop(cell).replace(
+            xs=jax.ShapeDtypeStruct((steps, 100, 3), jnp.float32),
+            carry=jax.eval_shape(lambda: cell.initial((100,))),
+        )
+        assert native.chunk(asked) == expected
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """The library's functions without what they have built before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    return library.missing.__wrapped__
+
+
+def test_a_machine_without_a_compiler_is_told_so(fresh, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert fresh("lstm") == (
+        "kernels are compiled on this machine, and there is no C++ compiler (no-such-compiler)."
+    )
+
+
+def test_kernels_can_be_turned_off(fresh, monkeypatch):
+    monkeypatch.setenv("RECURRENT_GATES_NATIVE", "0")
+    assert fresh("lstm") == "RECURRENT_GATES_NATIVE=0 turns kernels off."
+
+
+def test_a_compiler_that_fails_is_quoted(fresh, monkeypatch, tmp_path):
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "x.cc:1: error: no" >&2\nexit 1\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert "does not compile the kernels: x.cc:1: error: no." in fresh("lstm")
+    assert not list((tmp_path / "recurrent_gates").iterdir())
+
+
+def test_a_directory_that_cannot_be_written_is_named(fresh, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert f"kernels cannot be written to {tmp_path / 'file'}/recurrent_gates" in fresh("lstm")
+
+
+def test_a_library_is_kept_by_what_it_depends_on(fresh, monkeypatch, tmp_path):
+    """Compiled once; another processor, which may share the directory, has one of its own."""
+    compiled = []
+
+    def output(command):
+        if "-o" in command:
+            compiled.append(command)
+            pathlib.Path(command[-1]).write_bytes(b"a library")
+        return "a version"
+
+    monkeypatch.setattr(library, "_output", output)
+    first = library._built("lstm")
+    assert library._built("lstm") == first
+    assert len(compiled) == 1
+    monkeypatch.setattr(library, "_processor", lambda: "another")
+    assert library._built("lstm") != first
+    assert len(list((tmp_path / "recurrent_gates").iterdir())) == len(compiled) == 2

@@ -248,12 +248,13 @@ def test_second_derivatives_are_the_scans():
 # What is served, and the library.
 
 
-def loop(cell, fns=(), *, dtype=jnp.float32, stream=None):
+def loop(cell, fns=(), *, dtype=jnp.float32, stream=None, copies=None):
     params = jax.eval_shape(lambda: cell.init_params(jax.random.key(0), 3))
     xs = jax.ShapeDtypeStruct((5, 2, 3), dtype)
     start = jax.eval_shape(lambda: cell.initial((2,)))
     noise = rg.draw_noise(fns, jax.random.key(0), 5, (2,))
     stream = stream or Stream(noise=noise)
+    xs = xs if copies is None else [xs] * copies
     return Loop(Settings(cell, batch_dims=1), params, xs, start, start, fns, stream)
 
 
@@ -267,6 +268,7 @@ REFUSED = {
     "activation": (loop(rg.LSTM(4, activation=jax.nn.sigmoid)), "no kernels for LSTM"),
     "bfloat16": (loop(rg.LSTM(4), dtype=jnp.bfloat16), "float32"),
     "products_in_bfloat16": (loop(rg.LSTM(4, dtype=jnp.bfloat16)), "float32"),
+    "a_list": (loop(rg.LSTM(4), copies=1), "one array"),
     "masks": (loop(rg.LSTM(4), stream=Stream(valid=MASK)), "masks and resets"),
     "resets": (loop(rg.LSTM(4), stream=Stream(resets=MASK)), "masks and resets"),
     "zoneout": (loop(rg.LSTM(4), (rg.Zoneout(0.5),)), "Detach and Damp of h"),

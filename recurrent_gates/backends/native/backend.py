@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from recurrent_gates import target
+from recurrent_gates import checks, target
 from recurrent_gates.backends import fused
 from recurrent_gates.backends.native import library, switch
 from recurrent_gates.backends.shared.accumulation import shifted
@@ -90,13 +90,15 @@ def kernels(cell: Cell) -> Kernels | None:
 def unsupported(loop: Loop) -> str | None:
     """Why this backend does not serve a loop, in one sentence; None if it does."""
     cell = loop.settings.cell
-    for fn in loop.carry_fns:
-        get_field(loop.carry, fn.field)  # an unknown field is an error under any backend
     if target.platform() != "cpu":
         return "kernels are for CPUs."
     chosen = kernels(cell)
     if chosen is None:
         return f"there are no kernels for {type(cell).__name__} with these settings."
+    for fn in loop.carry_fns:
+        get_field(loop.carry, fn.field)  # an unknown field is an error under any backend
+    if not checks.is_array(loop.xs):
+        return "kernels read one array of inputs."
     if loop.symbolic:
         return "kernels have sizes that are known."
     if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves((loop.params, loop.xs))):

@@ -257,6 +257,11 @@ def test_an_evaluation_plays_whole_episodes_and_no_more():
     many, gains = scores(northward(0.1), **settings)
     assert many["last_phase_reward"] == many["return"]
     assert gains == {0.0, 1.0, 10.0}
+    # Each of them has ended at a door by then, and more time gives none of them a second reward.
+    ended, later = (
+        scores(northward(0.1), **{**settings, "reward_steps": steps})[0] for steps in (400, 500)
+    )
+    assert ended["return"] == later["return"] > many["return"]
 
 
 def test_a_feed_forward_agent_sees_the_present_alone():

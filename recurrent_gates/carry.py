@@ -143,14 +143,14 @@ class CarryFn:
 
 
 @jax.custom_jvp
-def _stop_gradient_where(mask: jax.Array, x: jax.Array) -> jax.Array:
+def stop_gradient_where(mask: jax.Array, x: jax.Array) -> jax.Array:
     """x; its gradient is stopped where the mask is True."""
     del mask
     return x
 
 
-@_stop_gradient_where.defjvp
-def _stop_gradient_where_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+@stop_gradient_where.defjvp
+def stop_gradient_where_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     (mask, x), (_, x_dot) = primals, tangents
     return x, jnp.where(mask, jnp.zeros_like(x_dot), x_dot)
 
@@ -211,7 +211,7 @@ class Detach(CarryFn):
             return carry
         value = get_field(carry, self.field)
         mask = expand(noise_t.astype(bool), value)
-        return set_field(carry, self.field, _stop_gradient_where(mask, value))
+        return set_field(carry, self.field, stop_gradient_where(mask, value))
 
 
 @struct.dataclass

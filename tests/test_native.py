@@ -221,6 +221,25 @@ assert "all-gather" not in run.lower(params, shards).compile().as_text()
 both = map(jax.tree.leaves, (run(params, shards), run(params, xs)))
 for a, b in zip(*both, strict=True):
     np.testing.assert_allclose(a, b, atol=2e-6)
+
+# Parts of the batch by shard_map, differentiated from outside, without jit.
+parts = jax.shard_map(
+    lambda params, xs: jax.lax.psum(loss(params, xs), "batch"),
+    mesh=mesh,
+    in_specs=(P(), P(None, "batch")),
+    out_specs=P(),
+    check_vma=False,
+)
+both = map(jax.tree.leaves, (jax.grad(parts)(params, xs), run(params, xs)[1][0]))
+for a, b in zip(*both, strict=True):
+    np.testing.assert_allclose(a, b, atol=2e-6)
+
+# The axes of an explicit mesh are in the types of arrays: another backend's.
+with jax.set_mesh(jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Explicit,))):
+    xs = jax.device_put(xs, P(None, "batch"))
+    carry = jax.device_put(cell.initial((4,)), P("batch"))
+    ys = jax.jit(lambda params, xs, carry: rg.unroll(cell, params, xs, carry)[1])(params, xs, carry)
+    np.testing.assert_allclose(ys, rg.unroll(cell, params, np.asarray(xs))[1], atol=2e-6)
 """
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     done = subprocess.run(
@@ -245,13 +264,27 @@ def test_second_derivatives_are_the_scans():
     assert_close(slope("native"), slope("scan"), 1e-5)
 
 
+def test_without_jit_it_runs():
+    cell, values = arrays(CELLS["lstm"], "small")
+    with jax.disable_jit():
+        out = everything(cell, "native")(*values)
+    assert_close(out, everything(cell, "native")(*values), 1e-6)
+
+
+def test_params_need_no_second_bias():
+    """As `checks` and the scan have it: without one, a reset's own bias is zero."""
+    cell, (params, xs, carry) = arrays(CELLS["gru"], "small")
+    params = {name: leaf for name, leaf in params.items() if name != "recurrent_bias"}
+    actual, expected = (everything(cell, name)(params, xs, carry) for name in ("native", "scan"))
+    assert_close(actual, expected, TOLERANCE)
+
+
 # What is served, and the library.
 
 
 def loop(cell, fns=(), *, dtype=jnp.float32, stream=None, copies=None):
-    params = jax.eval_shape(lambda: cell.init_params(jax.random.key(0), 3))
-    xs = jax.ShapeDtypeStruct((5, 2, 3), dtype)
-    start = jax.eval_shape(lambda: cell.initial((2,)))
+    params, xs = cell.init_params(jax.random.key(0), 3), jnp.zeros((5, 2, 3), dtype)
+    start = cell.initial((2,))
     noise = rg.draw_noise(fns, jax.random.key(0), 5, (2,))
     stream = stream or Stream(noise=noise)
     xs = xs if copies is None else [xs] * copies
@@ -269,6 +302,8 @@ REFUSED = {
     "bfloat16": (loop(rg.LSTM(4), dtype=jnp.bfloat16), "float32"),
     "products_in_bfloat16": (loop(rg.LSTM(4, dtype=jnp.bfloat16)), "float32"),
     "a_list": (loop(rg.LSTM(4), copies=1), "one array"),
+    "no_width": (loop(rg.LSTM(4)).replace(xs=jnp.zeros((5, 2, 0))), "some width"),
+    "damping_by_unit": (loop(rg.LSTM(4), (rg.Damp(jnp.full(4, 0.5)),)), "Detach and Damp of h"),
     "masks": (loop(rg.LSTM(4), stream=Stream(valid=MASK)), "masks and resets"),
     "resets": (loop(rg.LSTM(4), stream=Stream(resets=MASK)), "masks and resets"),
     "zoneout": (loop(rg.LSTM(4), (rg.Zoneout(0.5),)), "Detach and Damp of h"),
@@ -331,6 +366,23 @@ def test_a_compiler_that_fails_is_quoted(fresh, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", str(compiler))
     assert "does not compile the kernels: x.cc:1: error: no." in fresh("lstm")
     assert not list((tmp_path / "recurrent_gates").iterdir())
+
+
+@pytest.mark.usefixtures("fresh")
+def test_a_damaged_library_is_compiled_anew():
+    path = library._built("janet")
+    whole = path.stat().st_size
+    path.write_bytes(b"half of it")
+    assert hasattr(library._loaded("janet"), "rg_forward")
+    assert path.stat().st_size == whole
+
+
+def test_a_machine_without_a_home_is_told_so(fresh, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(
+        pathlib.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home"))
+    )
+    assert fresh("lstm") == ("there is no home directory, and XDG_CACHE_HOME is not set.")
 
 
 def test_a_directory_that_cannot_be_written_is_named(fresh, monkeypatch, tmp_path):

@@ -11,6 +11,7 @@ with their cotangents. Each kernel is an operation of two forms, see ``switch``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -26,8 +27,16 @@ from recurrent_gates.backends.native import library, switch
 from recurrent_gates.backends.shared.accumulation import shifted
 from recurrent_gates.backends.shared.products import product_loop, residuals
 from recurrent_gates.backends.shared.rows import flat, projected
-from recurrent_gates.base import Cell, HiddenState
-from recurrent_gates.carry import CarryFn, Damp, Detach, get_field, scale_gradient, set_field
+from recurrent_gates.base import Cell, HiddenState, SlotCell
+from recurrent_gates.carry import (
+    CarryFn,
+    Damp,
+    Detach,
+    get_field,
+    scale_gradient,
+    set_field,
+    stop_gradient_where,
+)
 from recurrent_gates.cells import GRU, JANET, LSTM, LSTMState
 from recurrent_gates.declared import Carry, Weights
 from recurrent_gates.gates import Gate
@@ -56,11 +65,13 @@ class Kernels(NamedTuple):
       name: their name in ``library.CELLS``.
       slots: the cell's slots, in the order of the kernels.
       apart: whether the input's part of the last slot stays apart (a reset after the product).
+      dtype: of the cell's products, or None.
     """
 
     name: str
     slots: tuple[str, ...]
     apart: bool
+    dtype: Any
 
 
 def kernels(cell: Cell) -> Kernels | None:
@@ -73,18 +84,19 @@ def kernels(cell: Cell) -> Kernels | None:
     if not plain or gate.activation != "sigmoid" or gate.master or gate.refine_input:
         return None
     refined = ("r",) if gate.refine else ()
+    dtype = None if cell.dtype is None else jnp.dtype(cell.dtype)
     suffix = "_refined" if refined else ""
     if isinstance(cell, LSTM):
         if cell.output_activation is not jnp.tanh or not cell.forget_gate:
             return None
         if gate.tied != gate.refine:  # i is free, or 1 - g
             return None
-        return Kernels(f"lstm{suffix}", ("f", *(refined or ("i",)), "o", "u"), apart=False)
+        return Kernels(f"lstm{suffix}", ("f", *(refined or ("i",)), "o", "u"), False, dtype)
     if cell.reset == "before":
         return None
     reset = ("reset",) if cell.reset else ()
     name = "gru" if reset else "janet"
-    return Kernels(f"{name}{suffix}", ("f", *refined, *reset, "u"), apart=bool(reset))
+    return Kernels(f"{name}{suffix}", ("f", *refined, *reset, "u"), bool(reset), dtype)
 
 
 def unsupported(loop: Loop) -> str | None:
@@ -99,11 +111,13 @@ def unsupported(loop: Loop) -> str | None:
         get_field(loop.carry, fn.field)  # an unknown field is an error under any backend
     if not checks.is_array(loop.xs):
         return "kernels read one array of inputs."
-    if loop.symbolic:
-        return "kernels have sizes that are known."
+    if loop.symbolic or not loop.xs.shape[-1]:
+        return "kernels have sizes that are known and inputs of some width."
+    if any(map(_is_cut, jax.tree.leaves((loop.params, loop.xs, loop.carry)))):
+        return "kernels are not cut along the axes of an explicit mesh."
     if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves((loop.params, loop.xs))):
         return "kernels compute in float32."
-    if getattr(cell, "dtype", None) not in (None, jnp.float32):
+    if chosen.dtype not in (None, jnp.dtype(jnp.float32)):
         return "kernels compute in float32."
     if loop.stream.valid is not None or loop.stream.resets is not None:
         return "kernels know no masks and resets."
@@ -112,11 +126,19 @@ def unsupported(loop: Loop) -> str | None:
     return library.missing(chosen.name)
 
 
+def _is_cut(leaf: Any) -> bool:
+    """Whether the type of an array says that several devices have a part each."""
+    sharding = getattr(jax.typeof(leaf), "sharding", None)
+    return any(axis is not None for axis in getattr(sharding, "spec", ()))
+
+
 def _scales(fn: CarryFn, noise: Any) -> bool:
     """Whether a carry function multiplies the gradient of h by a number a step."""
     if fn.field != "h":
         return False
-    return type(fn) is Damp or (type(fn) is Detach and (noise is None or noise.ndim == 1))
+    if type(fn) is Damp:
+        return jnp.ndim(fn.p) == 0
+    return type(fn) is Detach and (noise is None or noise.ndim == 1)
 
 
 def chunk(loop: Loop) -> int | None:
@@ -184,6 +206,7 @@ def _backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
     loop, out = saved
     d_last, d_hs, d_cs = cotangents
     cell, params = loop.settings.cell, loop.params
+    assert isinstance(cell, SlotCell)
     slots = _kernels_of(loop).slots
     d = Backward.of(loop, out, d_last, d_hs, d_cs)
     of_weights = WeightGradients.of(loop, out, d)
@@ -198,7 +221,7 @@ def _backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
         ):
             pairs.append((params["kernel"][slot], d_kernel))
             pairs.append((params["recurrent_kernel"][slot], d_weight))
-        if of_weights.own_bias is not None:
+        if of_weights.own_bias is not None and slots[-1] in params.get("recurrent_bias", {}):
             pairs.append((params["recurrent_bias"][slots[-1]], of_weights.own_bias))
         pairs += zip(jax.tree.leaves(carry), jax.tree.leaves(d.carry), strict=True)
         return jnp.sum(jnp.stack([jnp.sum(a * b) for a, b in pairs]))
@@ -224,11 +247,19 @@ def _kernels_of(loop: Loop) -> Kernels:
     return chosen
 
 
-def _biases(cell: Cell, slots: Sequence[str], params: Any) -> jax.Array:
-    """What no inputs at all make of the slots, ``[slots, F]``."""
-    kernel = jax.tree.map(lambda kernel: kernel[:0], params["kernel"])
-    z = cell.project({**params, "kernel": kernel}, jnp.zeros((0,), jnp.float32))
-    return jnp.stack([z[slot] for slot in slots])
+def _biases(cell: SlotCell, slots: Sequence[str], params: Any) -> jax.Array:
+    """What no inputs make of the slots, ``[slots, F]``; not a bias that stays apart."""
+    gate = cell._gate
+    own = params.get("recurrent_bias", {})
+    offsets = gate.offsets(params.get("gate", {})) if gate else {}
+
+    def bias(slot: str) -> jax.Array:
+        parts = [params["bias"][slot]]
+        parts += [own[slot]] if slot in own and slot not in cell.separate else []
+        parts += [offsets[slot]] if slot in offsets else []
+        return functools.reduce(jnp.add, parts)
+
+    return jnp.stack([bias(slot) for slot in slots])
 
 
 def _scale(loop: Loop) -> jax.Array:
@@ -363,7 +394,8 @@ class Forward(_Kernel):
 
     def native(self, *leaves: jax.Array) -> list[jax.Array]:
         params, xs, carry = jax.tree.unflatten(self.tree, leaves)
-        _, slots, apart = self.kernels
+        assert isinstance(self.cell, SlotCell)
+        _, slots, apart, _ = self.kernels
         steps, rows, inputs = xs.shape
         features = carry.h.shape[-1]
         project = inputs <= _FEW_INPUTS
@@ -374,7 +406,8 @@ class Forward(_Kernel):
             operands = [(flat(xs, 2) @ kernel).reshape(steps, rows, -1)]
         operands.append(_biases(self.cell, slots, params))
         if apart:
-            operands.append(params["recurrent_bias"][slots[-1]])
+            own = params.get("recurrent_bias", {})
+            operands.append(own.get(slots[-1], jnp.zeros((features,), jnp.float32)))
         operands += [params["recurrent_kernel"][slot] for slot in slots]
         operands += [carry.c] if self.has_c else []
         operands.append(carry.h)
@@ -395,7 +428,7 @@ class Forward(_Kernel):
         loop = self._unroll(*jax.tree.unflatten(self.tree, leaves))
         inputs = product_loop(loop, projected(loop))
         last, carries, pre = fused.run(inputs)
-        _, slots, apart = self.kernels
+        _, slots, apart, _ = self.kernels
         out = [carries.h]
         if self.has_c:
             out.append(carries.c if self.all_cs else last.c[None])
@@ -416,7 +449,8 @@ class _Scale(CarryFn):
     """The gradient of h times a number that each step is given as noise."""
 
     def before(self, noise_t: jax.Array, carry: Carry) -> Carry:
-        return set_field(carry, "h", scale_gradient(carry.h, noise_t))
+        h = stop_gradient_where(noise_t == 0, scale_gradient(carry.h, noise_t))
+        return set_field(carry, "h", h)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -447,7 +481,7 @@ class Backward(_Kernel):
         weights, scale, carry, carries, z, own, d_last, d_hs, d_cs = jax.tree.unflatten(
             self.tree, leaves
         )
-        _, slots, apart = self.kernels
+        _, slots, apart, _ = self.kernels
         operands = [z, *([own] if apart else []), *(weights[slot] for slot in slots), scale]
         operands += [carry.c, carries.c, d_last.c] if self.has_c else [carry.h, carries.h]
         operands += [d_last.h, d_hs, *([d_cs] if self.all_cs else [])]
@@ -461,7 +495,7 @@ class Backward(_Kernel):
         weights, scale, carry, carries, z, own, d_last, d_hs, d_cs = jax.tree.unflatten(
             self.tree, leaves
         )
-        _, slots, apart = self.kernels
+        _, slots, apart, _ = self.kernels
         sides = dict(zip(slots, jnp.split(z, len(slots), axis=-1), strict=True))
         inputs = dict(sides)
         if apart:
@@ -501,7 +535,7 @@ class WeightGradients(_Kernel):
 
     def native(self, *leaves: jax.Array) -> list[jax.Array]:
         xs, h, _, d_z, _ = jax.tree.unflatten(self.tree, leaves)
-        _, slots, apart = self.kernels
+        _, slots, apart, _ = self.kernels
         inputs, features, count = xs.shape[-1], h.shape[-1], len(slots)
         del d_z
         shapes: list[tuple[int, ...]] = [(inputs, features)] * count

@@ -226,7 +226,16 @@ class Job {
     args.ctx = frame->ctx;
     args.task = &Job::task;
     args.data = data;
+    scheduling() = true;
     if (frame->api->XLA_FFI_ThreadPool_Schedule(&args) != nullptr) delete data;
+    scheduling() = false;
+  }
+
+ protected:
+  // Whether this thread is handing over a task: a pool whose queue is full runs it there and then.
+  static bool& scheduling() {
+    static thread_local bool now = false;
+    return now;
   }
 };
 
@@ -283,6 +292,7 @@ class Team : public Job {
  public:
   Team(int64_t steps, Run run) : steps_(steps), run_(run) {}
   void help() override {
+    if (scheduling()) return;  // it would wait for its own leader
     const int rank = asked_.fetch_add(1);
     uint64_t state = 0;
     wait([&] {

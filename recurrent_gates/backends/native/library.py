@@ -14,6 +14,7 @@ import logging
 import os
 import pathlib
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -51,8 +52,8 @@ def target(cell: str, function: str) -> str:
 def missing(cell: str) -> str | None:
     """Why a cell's kernels cannot be had, in one sentence; None if they are registered with XLA."""
     try:
-        library = ctypes.CDLL(str(_built(cell)))
-    except (UnavailableError, OSError) as error:
+        library = _loaded(cell)
+    except UnavailableError as error:
         return str(error)
     for function in FUNCTIONS:
         handler = jax.ffi.pycapsule(getattr(library, f"rg_{function}"))
@@ -60,12 +61,25 @@ def missing(cell: str) -> str | None:
     return None
 
 
+def _loaded(cell: str) -> ctypes.CDLL:
+    """The library of a cell; one that cannot be loaded is compiled anew, once."""
+    path = _built(cell)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        path.unlink(missing_ok=True)
+    try:
+        return ctypes.CDLL(str(_built(cell)))
+    except OSError as error:
+        raise UnavailableError(f"kernels cannot be loaded: {error}.") from None
+
+
 def _built(cell: str) -> pathlib.Path:
     """The library of a cell, compiled if there is none yet."""
     if os.environ.get(_SWITCH) == "0":
         raise UnavailableError(f"{_SWITCH}=0 turns kernels off.")
     compiler = _compiler()
-    command = [compiler, *_FLAGS, _for_this_processor(), f"-DRG_CELL={CELLS[cell]}"]
+    command = [*compiler, *_FLAGS, _for_this_processor(), f"-DRG_CELL={CELLS[cell]}"]
     command += [f"-I{jax.ffi.include_dir()}", str(_SOURCE)]
     path = _directory() / f"{cell}-{_digest(command)}.so"
     if not path.exists():
@@ -73,11 +87,11 @@ def _built(cell: str) -> pathlib.Path:
     return path
 
 
-def _compiler() -> str:
+def _compiler() -> list[str]:
     named = os.environ.get("CXX")
-    for name in (named,) if named else ("c++", "g++", "clang++"):
-        if path := shutil.which(name):
-            return path
+    for command in map(shlex.split, (named,) if named else ("c++", "g++", "clang++")):
+        if command and shutil.which(command[0]):
+            return command
     raise UnavailableError(
         f"kernels are compiled on this machine, and there is no C++ compiler ({named or 'c++'})."
     )
@@ -88,8 +102,14 @@ def _for_this_processor() -> str:
 
 
 def _directory() -> pathlib.Path:
-    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(root) / "recurrent_gates"
+    named = os.environ.get("XDG_CACHE_HOME")
+    try:
+        root = pathlib.Path(named) if named else pathlib.Path.home() / ".cache"
+    except RuntimeError:
+        raise UnavailableError(
+            "there is no home directory, and XDG_CACHE_HOME is not set."
+        ) from None
+    return root / "recurrent_gates"
 
 
 def _digest(command: list[str]) -> str:

@@ -40,7 +40,8 @@ def _compiled(operation: Operation, *arrays: jax.Array) -> list[jax.Array]:
 
 @_switch.def_impl
 def _run_now(*arrays: jax.Array, operation: Operation) -> list[jax.Array]:
-    return _compiled(operation, *arrays)
+    with jax.disable_jit(False):  # else this would call itself
+        return _compiled(operation, *arrays)
 
 
 @_switch.def_abstract_eval

@@ -562,11 +562,15 @@ struct Backward {
   static constexpr int G = Cell::slots;
   static constexpr int kRows = kAccumulators / kPanel;
   const Arrays& a;
+  const int threads;  // that share the panels
 
-  // Panels of h_tm1's units: [panels][slots][F][width * lanes], zeros past the last unit. The last
-  // panel is as wide as what is left.
+  // Panels of h_tm1's units: [panels][slots][F][width * lanes], zeros past the last unit. They are
+  // of about one width, and as many for each thread.
   int64_t vectors() const { return up(a.features, kLanes); }
-  int64_t panels() const { return up(vectors(), kPanel); }
+  int64_t panels() const {
+    const int64_t even = up(up(vectors(), kPanel), threads) * threads;
+    return std::min(even, vectors());
+  }
   Range panel_vectors(int64_t panel) const {
     return {part(vectors(), panel, panels()).begin, part(vectors(), panel, panels()).end};
   }
@@ -686,11 +690,14 @@ struct Backward {
     }
   }
 
-  void run(const XLA_FFI_CallFrame* frame, int threads) const {
+  static void run(const XLA_FFI_CallFrame* frame, const Arrays& a, int threads) {
+    const Split how = split(a, G, threads);
+    Backward{a, how == Split::kUnits ? threads : 1}.run(frame, how, threads);
+  }
+  void run(const XLA_FFI_CallFrame* frame, Split how, int threads) const {
     const int64_t state = a.batch * a.features;
     std::copy_n(a.d_h_T, state, a.d_h);
     if (Cell::has_c) std::copy_n(a.d_c_T, state, a.d_c);
-    const Split how = split(a, G, threads);
     const Blocks rows(a.batch, kRows, how == Split::kRows ? threads : 1);
     const Range all_rows{0, rows.count}, all_panels{0, panels()}, all_units{0, vectors()};
     const auto pack_part = [this](int n, int parts) { pack(part(panels(), n, parts)); };
@@ -989,7 +996,7 @@ void backward(const XLA_FFI_CallFrame* frame) {
   if (Cell::has_c) a.d_c = read.out();
   a.d_h = read.out();
   a.packed = read.out();
-  Backward<Cell>{a}.run(frame, threads_of(frame, read));
+  Backward<Cell>::run(frame, a, threads_of(frame, read));
 }
 
 template <typename Cell>

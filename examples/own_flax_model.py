@@ -7,7 +7,7 @@ from flax import linen as nn
 
 import recurrent_gates as rg
 
-VOCABULARY, BATCH, TIME, STEPS = 8, 32, 20, 300
+VOCABULARY, BATCH, TIME, STEPS = 8, 32, 20, 400
 
 
 class Tagger(nn.Module):

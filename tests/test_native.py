@@ -54,16 +54,12 @@ HOW = {
     "carries": {"return_carries": "all"},
     "detach": {"carry_fns": (rg.Detach(0.5), rg.Damp(0.25))},
     "chunks": {"remat": 2, "reverse": True},
-    "means": {"carry_fns": (rg.Detach(0.5),), "deterministic": True},
 }
-# Every cell in every form once, at sizes by turns, and every size with a cell of each family.
+# Every cell in every form once, at sizes by turns, and what is most of a program at each size.
 CASES = [
     (cell, how, list(SIZES)[number % len(SIZES)])
     for number, (cell, how) in enumerate(itertools.product(CELLS, HOW))
-] + [
-    (cell, "detach", size)
-    for cell, size in itertools.product(("lstm", "ur_lstm", "gru", "janet"), SIZES)
-]
+] + [(cell, "detach", size) for cell, size in itertools.product(("lstm", "gru"), SIZES)]
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +145,15 @@ def test_saturated_gates_are_exact():
         _, ys = rg.unroll(cell, large, xs, carry, backend="native")
         _, expected = rg.unroll(cell, large, xs, carry, backend="scan")
         assert_close(ys, expected, 1e-5)
+
+
+def test_gradients_end_where_gates_are_saturated():
+    """However large what a gate multiplies: tanh is 1 there, and its derivative 0."""
+    cell, (params, xs, carry) = arrays(CELLS["gru"], "small")
+    large = jax.tree.map(lambda x: 1e18 * x, params)
+    actual, expected = (everything(cell, name)(large, xs, carry) for name in ("native", "scan"))
+    for gradient, wanted in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        assert np.isfinite(wanted).all() <= np.isfinite(gradient).all()
 
 
 # The portable form: what runs where a kernel cannot.

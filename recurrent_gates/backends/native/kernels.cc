@@ -76,10 +76,10 @@ inline Vector exponential(Vector x) {
 
 inline Vector sigmoid(Vector x) { return 1.0f / (1.0f + exponential(-x)); }
 
-// tanh to 2e-7 of its value, x P(x^2) / Q(x^2): minimax on [-9, 9], beyond which it is 1; NaN stays.
+// tanh to 2e-7 of its value, x P(x^2) / Q(x^2): minimax on [-9, 9]. Beyond it is 1 exactly, so that
+// no gradient is left, however large what it is multiplied by; NaN stays.
 inline Vector hyperbolic_tangent(Vector x) {
-  x = x > 9.0f ? zero() + 9.0f : x;
-  x = x < -9.0f ? zero() - 9.0f : x;
+  const Vector one = zero() + 1.0f;
   const Vector z = x * x;
   Vector p = zero() - 1.2246287e-11f;
   p = p * z + 3.0642589e-08f;
@@ -92,7 +92,8 @@ inline Vector hyperbolic_tangent(Vector x) {
   q = q * z + 2.7250161e-02f;
   q = q * z + 0.47014189f;
   q = q * z + 1.0f;
-  return x * p / q;
+  const Vector y = x * p / q;
+  return x >= 9.0f || y > one ? one : x <= -9.0f || y < -one ? -one : y;
 }
 
 // ---------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ BAD = {
     "--detach_prob=0.5 --detach_off_steps=3000": "leaves no step of 3000",
     "--detach_off_steps=-1": "--detach_off_steps must be at least 0",
     "--protocol=paper": "--protocol=paper: it must be one of gato, ur, hdetach, small",
-    "--backend=cuda": "it must be one of auto, scan, native, fused, parallel, newton, pallas, cudnn",
+    "--backend=cuda": "it must be one of auto, scan, native, fused, parallel, newton, pallas",
     "--dtype=float16": "--dtype=float16",
     "--loss_on=none": "--loss_on=none",
     "--symbols=2147483647": "--symbols must be at least 2 and below 2147483646",

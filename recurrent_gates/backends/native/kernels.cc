@@ -80,6 +80,9 @@ inline Vector sigmoid(Vector x) { return 1.0f / (1.0f + exponential(-x)); }
 // no gradient is left, however large what it is multiplied by; NaN stays.
 inline Vector hyperbolic_tangent(Vector x) {
   const Vector one = zero() + 1.0f;
+  const Vector unbounded = x;
+  x = x > 9.0f ? zero() + 9.0f : x;
+  x = x < -9.0f ? zero() - 9.0f : x;
   const Vector z = x * x;
   Vector p = zero() - 1.2246287e-11f;
   p = p * z + 3.0642589e-08f;
@@ -92,8 +95,11 @@ inline Vector hyperbolic_tangent(Vector x) {
   q = q * z + 2.7250161e-02f;
   q = q * z + 0.47014189f;
   q = q * z + 1.0f;
-  const Vector y = x * p / q;
-  return x >= 9.0f || y > one ? one : x <= -9.0f || y < -one ? -one : y;
+  Vector y = x * p / q;
+  y = y > one ? one : y;
+  y = y < -one ? -one : y;
+  y = unbounded >= 9.0f ? one : y;
+  return unbounded <= -9.0f ? -one : y;
 }
 
 // ---------------------------------------------------------------------------------------

@@ -1029,10 +1029,10 @@ void gradients(const XLA_FFI_CallFrame* frame) {
 
 // XLA asks once for the version of the interface.
 bool answers_metadata(XLA_FFI_CallFrame* frame) {
-  XLA_FFI_Extension_Base* extension = frame->extension_start;
+  const auto* extension = frame->extension_start;  // whose type has had two names
   if (extension == nullptr || extension->type != XLA_FFI_Extension_Metadata) return false;
   XLA_FFI_Metadata* metadata =
-      reinterpret_cast<XLA_FFI_Metadata_Extension*>(extension)->metadata;
+      reinterpret_cast<const XLA_FFI_Metadata_Extension*>(extension)->metadata;
   metadata->api_version.major_version = XLA_FFI_API_MAJOR;
   metadata->api_version.minor_version = XLA_FFI_API_MINOR;
   return true;

@@ -20,10 +20,12 @@ def test_names_are_names():
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_fits_the_code(mutant):
-    """Its old text is there once, what it makes of the file is Python, its test is there."""
+    """Its old text is there once, what it makes of a module is Python, its test is there."""
     text = (mutate.ROOT / mutant.file).read_text()
     planted = mutant.planted(text)
-    assert ast.dump(ast.parse(planted)) != ast.dump(ast.parse(text))
+    if mutant.file.endswith(".py"):
+        planted, text = (ast.dump(ast.parse(source)) for source in (planted, text))
+    assert planted != text
     path, _, function = re.split(r"[\[ ]", mutant.test)[0].partition("::")
     test = (mutate.ROOT / path).read_text()
     assert not function or f"\ndef {function}(" in test

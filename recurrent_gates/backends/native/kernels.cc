@@ -18,6 +18,7 @@
 #include <cstring>
 #include <memory>
 #include <thread>
+#include <type_traits>
 
 #include "xla/ffi/api/c_api.h"
 
@@ -388,14 +389,14 @@ int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 enum class Split { kAlone, kRows, kUnits };
 
-// Rows where all weights are read by each thread from a cache of its own, or by so many rows that
-// this does not matter; units where a step is long enough for a barrier; else no threads.
-constexpr int64_t kOwnCache = 3 << 18;       // bytes
-constexpr int64_t kRowsForAll = 48;          // rows of a thread
-constexpr int kPartsOfThread = 4;
-constexpr int64_t kLeastOfStep = 60000;      // multiply-adds
-constexpr int64_t kLeastOfCall = 1 << 22;    // multiply-adds
+constexpr int64_t kOwnCache = 3 << 18;     // bytes of a core's own cache, for weights
+constexpr int64_t kRowsForAll = 48;        // of a thread, from which reading all weights is little
+constexpr int64_t kLeastOfStep = 60000;    // multiply-adds, from which a barrier is little
+constexpr int64_t kLeastOfCall = 1 << 22;  // multiply-adds, from which waking a thread is little
+constexpr int kPartsOfThread = 4;          // of the rows: one thread may come late
 
+// How threads share a loop: rows where all weights fit each one's cache, or where each has many
+// rows; else units, where a step is long enough for a barrier.
 Split split(const Arrays& a, int slots, int threads) {
   const int64_t weights = slots * a.features * (a.features + a.inputs);
   if (threads < 2 || a.steps * a.batch * weights < kLeastOfCall) return Split::kAlone;
@@ -412,7 +413,7 @@ struct Blocks {
     const int64_t even = up(count, threads) * threads;
     if (rows >= 2 * even) count = even;
   }
-  // Into how many parts threads share them out: several for each, since one may come late.
+  // Into how many parts threads share them out.
   int parts(int threads) const { return int(std::min<int64_t>(count, kPartsOfThread * threads)); }
   Range range(Range blocks) const {
     return {part(rows, blocks.begin, count).begin, part(rows, blocks.end, count).begin};
@@ -426,21 +427,17 @@ struct Blocks {
   }
 };
 
-#define RG_ROWS(rows, most, CALL)                        \
-  switch (rows) {                                        \
-    case 1: CALL(1); break;                              \
-    case 2: if (most >= 2) CALL(most >= 2 ? 2 : 1); break;   \
-    case 3: if (most >= 3) CALL(most >= 3 ? 3 : 1); break;   \
-    case 4: if (most >= 4) CALL(most >= 4 ? 4 : 1); break;   \
-    case 5: if (most >= 5) CALL(most >= 5 ? 5 : 1); break;   \
-    case 6: if (most >= 6) CALL(most >= 6 ? 6 : 1); break;   \
-    case 7: if (most >= 7) CALL(most >= 7 ? 7 : 1); break;   \
-    case 8: if (most >= 8) CALL(most >= 8 ? 8 : 1); break;   \
-    case 9: if (most >= 9) CALL(most >= 9 ? 9 : 1); break;   \
-    case 10: if (most >= 10) CALL(most >= 10 ? 10 : 1); break; \
-    case 11: if (most >= 11) CALL(most >= 11 ? 11 : 1); break; \
-    case 12: if (most >= 12) CALL(most >= 12 ? 12 : 1); break; \
+// Calls with a number of rows that is known at compile time, so that their sums are registers.
+template <int most, typename Call>
+inline void with_rows(int rows, Call call) {
+  if constexpr (most > 0) {
+    if (rows == most) {
+      call(std::integral_constant<int, most>());
+    } else {
+      with_rows<most - 1>(rows, call);
+    }
   }
+}
 
 template <typename Cell>
 struct Forward {
@@ -528,12 +525,14 @@ struct Forward {
     const float* c_tm1 = a.c_0;
     float* c_t = a.cs;
     if (Cell::has_c && a.cs_steps == a.steps) c_t = a.cs + a.row(t, 0) * a.features;
-    if (Cell::has_c && step != 0) c_tm1 = a.cs_steps == a.steps ? a.cs + a.row(before, 0) * a.features : a.cs;
+    if (Cell::has_c && step != 0) {
+      c_tm1 = a.cs_steps == a.steps ? a.cs + a.row(before, 0) * a.features : a.cs;
+    }
     for (int64_t n = blocks.begin; n < blocks.end; ++n)
       rows.each(of_rows, [&](int64_t b, int count) {
-#define RG_CALL(R) block<R>(t, h_tm1, c_tm1, c_t, b, n)
-        RG_ROWS(count, kRows, RG_CALL)
-#undef RG_CALL
+        with_rows<kRows>(count, [&](auto known) {
+          block<decltype(known)::value>(t, h_tm1, c_tm1, c_t, b, n);
+        });
       });
   }
 
@@ -579,7 +578,7 @@ struct Backward {
     return std::min(even, vectors());
   }
   Range panel_vectors(int64_t panel) const {
-    return {part(vectors(), panel, panels()).begin, part(vectors(), panel, panels()).end};
+    return part(vectors(), panel, panels());
   }
   float* packed(int64_t panel) const {
     return a.packed + panel_vectors(panel).begin * kLanes * G * a.features;
@@ -669,9 +668,9 @@ struct Backward {
   template <int wide>
   void rows_of(int64_t t, float scale, const Blocks& rows, Range of_rows, int64_t panel) const {
     rows.each(of_rows, [&](int64_t b, int count) {
-#define RG_CALL(R) block<R, wide>(t, scale, b, panel)
-      RG_ROWS(count, kRows, RG_CALL)
-#undef RG_CALL
+      with_rows<kRows>(count, [&](auto known) {
+        block<decltype(known)::value, wide>(t, scale, b, panel);
+      });
     });
   }
 
@@ -733,8 +732,8 @@ struct Backward {
           const int64_t s = a.steps - 1 - turn;
           if (turn > 0) product(s + 1, rows, all_rows, mine);
           if (s < 0) return;
-          units(s, rows, all_rows,
-                {part(vectors(), mine.begin, panels()).begin, part(vectors(), mine.end, panels()).begin});
+          const int64_t end = panel_vectors(mine.end).begin;
+          units(s, rows, all_rows, {panel_vectors(mine.begin).begin, end});
         });
         break;
     }
@@ -799,8 +798,8 @@ struct Gradients {
     }
   }
 
-  // sums [kRows][wide] of x [rows][kRows] times d [rows][wide]. Not inlined, so that the compiler has
-  // all registers for the sums.
+  // sums [kRows][wide] of x [rows][kRows] times d [rows][wide]. Not inlined, so that the compiler
+  // has all registers for the sums.
   template <int wide>
   __attribute__((noinline)) static void tile(const float* x, const float* d, int64_t rows,
                                              float* sums) {

@@ -36,6 +36,10 @@ CELLS = {
     "gru_no_reset": functools.partial(rg.GRU, reset=False),
     "janet": rg.JANET,
     "r_janet": rg.CELLS["r_janet"],
+    "gato1": lambda units: rg.CELLS["gato1"](2 * units),
+    "gato1_emits_s": lambda units: rg.GATO(
+        2 * units, g=rg.OneLayer(), emit_s_only=True, wrap=1.5, bias_vectors=2
+    ),
 }
 # (T, batch, D, F): odd widths; no batch and two axes of it; inputs projected outside of the loop;
 # one step; blocks of rows that do not divide; threads that share rows; threads that share units.
@@ -48,18 +52,20 @@ SIZES = {
     "rows": (3, (41,), 9, 72),
     "units": (3, (9,), 5, 230),
 }
+# As much work as threads of a GATO share, whose products are cheap.
+LARGE = {"many_examples": (40, (64,), 30, 40), "many_units": (40, (9,), 30, 230)}
 HOW = {
     "plain": {},
     "reverse": {"reverse": True},
     "carries": {"return_carries": "all"},
-    "detach": {"carry_fns": (rg.Detach(0.5), rg.Damp(0.25))},
+    "detach": {"carry_fns": (functools.partial(rg.Detach, 0.5), functools.partial(rg.Damp, 0.25))},
     "chunks": {"remat": 2, "reverse": True},
 }
 # Every cell in every form once, at sizes by turns, and what is most of a program at each size.
 CASES = [
     (cell, how, list(SIZES)[number % len(SIZES)])
     for number, (cell, how) in enumerate(itertools.product(CELLS, HOW))
-] + [(cell, "detach", size) for cell, size in itertools.product(("lstm", "gru"), SIZES)]
+] + [(cell, "detach", size) for cell, size in itertools.product(("lstm", "gru", "gato1"), SIZES)]
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +76,7 @@ def two_cores(monkeypatch):
 
 def arrays(make, size):
     """(cell, (params, xs, carry)), in float32."""
-    steps, batch, inputs, features = SIZES[size]
+    steps, batch, inputs, features = (SIZES | LARGE)[size]
     cell = make(features)
     params = randomize(jax.eval_shape(lambda: cell.init_params(jax.random.key(0), inputs)), 1, 0.4)
     carry = randomize(cell.initial(batch), 2, 0.5)
@@ -78,8 +84,13 @@ def arrays(make, size):
     return cell, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), values)
 
 
-def everything(cell, backend, **how):
-    """The carry, the outputs and all gradients of a sum that reads each of them differently."""
+def everything(cell, backend, carry_fns=(), **how):
+    """The carry, the outputs and all gradients of a sum that reads each of them differently.
+
+    Carry functions are given without their field: they act on what feeds back.
+    """
+    field = "r" if isinstance(cell, rg.GATO) else "h"
+    how["carry_fns"] = tuple(fn(field=field) for fn in carry_fns)
 
     def loss(params, xs, carry):
         out = rg.unroll(cell, params, xs, carry, key=jax.random.key(7), backend=backend, **how)
@@ -94,15 +105,20 @@ def test_kernels_are_the_scan(name, how, size):
     cell, values = arrays(CELLS[name], size)
     actual = everything(cell, "native", **HOW[how])(*values)
     with jax.enable_x64(True):
-        exact = CELLS[name](cell.features, param_dtype=jnp.float64)
+        exact = cell.clone(param_dtype=jnp.float64)
         wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), values)
         expected = everything(exact, "scan", **HOW[how])(*wide)
     assert jax.tree.leaves(actual)[0].dtype == jnp.float32
     assert_close(actual, expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["lstm", "gru"])
-@pytest.mark.parametrize("size", ["rows", "units", "small"])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *itertools.product(("lstm", "gru"), ("rows", "units", "small")),
+        *itertools.product(("gato1",), ("many_examples", "many_units")),
+    ],
+)
 def test_threads_change_no_bit(name, size, monkeypatch):
     cell, values = arrays(CELLS[name], size)
     shared = everything(cell, "native")(*values)
@@ -126,7 +142,7 @@ def test_many_calls_at_once_end():
             assert_close(out, alone, 1e-7)
 
 
-@pytest.mark.parametrize("name", ["ur_lstm", "gru", "janet"])
+@pytest.mark.parametrize("name", ["ur_lstm", "gru", "janet", "gato1"])
 def test_nan_stays_in_its_row(name):
     cell, (params, xs, carry) = arrays(CELLS[name], "rows")
     _, ys = rg.unroll(cell, params, xs.at[1, 4, 0].set(jnp.nan), carry, backend="native")
@@ -140,11 +156,27 @@ def test_saturated_gates_are_exact():
     """Pre-activations far beyond what exp and tanh are made for."""
     cell, (params, xs, carry) = arrays(CELLS["lstm"], "small")
     for size in (20.0, 100.0, 1e4, 1e30):
-        kernel = {slot: size * kernel for slot, kernel in params["kernel"].items()}
-        large = {**params, "kernel": kernel}
+        large = {**params, "kernel": jax.tree.map(lambda k, size=size: size * k, params["kernel"])}
         _, ys = rg.unroll(cell, large, xs, carry, backend="native")
         _, expected = rg.unroll(cell, large, xs, carry, backend="scan")
         assert_close(ys, expected, 1e-5)
+
+
+def test_large_increments_keep_s_in_its_period():
+    """Of a sum of 1e4 float32 has some three digits behind the point."""
+    cell, (params, xs, carry) = arrays(CELLS["gato1"], "small")
+    for size, tolerance in ((20.0, 3e-5), (1e4, 3e-2)):
+        large = {**params, "g": {**params["g"], "kernel": {"s": size * params["g"]["kernel"]["s"]}}}
+        out, expected = (
+            rg.unroll(cell, large, xs, carry, return_carries="all", backend=backend)[0]
+            for backend in ("native", "scan")
+        )
+        assert np.min(out.s) > -tolerance
+        assert np.max(out.s) < 2 * np.pi + tolerance
+        assert_close(jnp.cos(out.s), jnp.cos(expected.s), tolerance)
+    huge = {**params, "g": {**params["g"], "kernel": {"s": 1e30 * params["g"]["kernel"]["s"]}}}
+    _, ys = rg.unroll(cell, huge, xs, carry, backend="native")
+    assert np.max(np.abs(ys[..., : cell.units])) <= 1  # of such a sum a cosine has no digits
 
 
 @pytest.mark.parametrize("pre", [9.5, 30.0, 1e30, -9.5, -30.0, -1e30])
@@ -161,10 +193,10 @@ def test_no_gradient_is_left_where_tanh_is_saturated(pre):
 # The portable form: what runs where a kernel cannot.
 
 
-@pytest.mark.parametrize("name", ["lstm", "ur_lstm", "gru", "janet"])
+@pytest.mark.parametrize("name", ["lstm", "ur_lstm", "gru", "janet", "gato1", "gato1_emits_s"])
 def test_vmap_runs_the_portable_form(name):
     cell, (params, xs, carry) = arrays(CELLS[name], "small")
-    run = everything(cell, "native", carry_fns=(rg.Detach(0.5),), return_carries="all")
+    run = everything(cell, "native", HOW["detach"]["carry_fns"], return_carries="all")
     lanes = jnp.stack([xs, 2 * xs])
     mapped = jax.jit(jax.vmap(run, in_axes=(None, 0, None)))
     assert "custom_call @recurrent_gates" not in mapped.lower(params, lanes, carry).as_text()
@@ -298,6 +330,7 @@ def loop(cell, fns=(), *, dtype=jnp.float32, stream=None, copies=None):
     return Loop(Settings(cell, batch_dims=1), params, xs, start, start, fns, stream)
 
 
+gato1 = functools.partial(rg.GATO, 8, g=rg.OneLayer())
 MASK = jax.ShapeDtypeStruct((5, 2), bool)
 REFUSED = {
     "another_cell": (loop(rg.Elman(4)), "no kernels for Elman"),
@@ -305,6 +338,12 @@ REFUSED = {
     "tied_without_refining": (loop(rg.LSTM(4, gate=rg.Gate(tied=True))), "no kernels for LSTM"),
     "reset_before": (loop(rg.GRU(4, reset="before")), "no kernels for GRU"),
     "heads": (loop(rg.LSTM(4, heads=2)), "no kernels for LSTM"),
+    "two_layers": (loop(rg.GATO(4)), "no kernels for GATO"),
+    "gated_gato": (loop(gato1(f=rg.GatedDecay(gate=rg.GATES["ur"]))), "no kernels for GATO"),
+    "another_reading_of_s": (loop(gato1(gamma=jnp.sin)), "no kernels for GATO"),
+    "a_sum_without_a_period": (loop(gato1(wrap=None)), "no kernels for GATO"),
+    "s_replaced": (loop(gato1(s_update="replace")), "no kernels for GATO"),
+    "detached_s": (loop(gato1(), (rg.Detach(0.5, field="s"),)), "Detach and Damp of r"),
     "activation": (loop(rg.LSTM(4, activation=jax.nn.sigmoid)), "no kernels for LSTM"),
     "bfloat16": (loop(rg.LSTM(4), dtype=jnp.bfloat16), "float32"),
     "products_in_bfloat16": (loop(rg.LSTM(4, dtype=jnp.bfloat16)), "float32"),

@@ -136,7 +136,7 @@ def segment(loop: Loop) -> Segment:
         last, carries = _recurrence(product_loop(loop, z))
     else:
         _, looped = _recurrence(product_loop(feeding(loop), z))
-        last, carries = _accumulate(loop, z, looped)
+        last, carries = accumulate(loop, z, looped)
     ys = with_zeros(loop.stream.valid, settings.cell.emit(loop.params, carries, z))
     return Segment(last, ys, carries if settings.keep_carries else None)
 
@@ -340,7 +340,7 @@ _recurrence.defvjp(_forward, _backward)
 # Fields that only accumulate.
 
 
-def _accumulate(loop: Loop, z: Any, looped: Carry) -> tuple[Carry, Carry]:
+def accumulate(loop: Loop, z: Any, looped: Carry) -> tuple[Carry, Carry]:
     """The last carry and those of all steps, from the fields that feed back."""
     settings, cell = loop.settings, loop.settings.cell
     assert cell.sums is not None

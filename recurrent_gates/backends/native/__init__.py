@@ -1,4 +1,4 @@
-"""Loops over time in C++, for LSTM, GRU and JANET on a CPU; compiled where they run."""
+"""Loops over time in C++ for a CPU: LSTM, GRU, JANET and one-layer GATO; compiled at first use."""
 
 from recurrent_gates.backends.native.backend import chunk, segment, unsupported
 

@@ -22,21 +22,22 @@ import tempfile
 import jax
 
 _LOGGER = logging.getLogger("recurrent_gates")
-_SOURCE = pathlib.Path(__file__).parent / "kernels.cc"
+_SOURCES = pathlib.Path(__file__).parent / "kernels"
 _FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-w")
 _SWITCH = "RECURRENT_GATES_NATIVE"
 _SECONDS = 120  # beyond which a compiler is taken for dead
 
 FUNCTIONS = ("forward", "backward", "gradients")
 CELLS = {
-    "lstm": "Lstm<false>",
-    "lstm_refined": "Lstm<true>",
-    "gru": "Gru<false, true>",
-    "gru_refined": "Gru<true, true>",
-    "janet": "Gru<false, false>",
-    "janet_refined": "Gru<true, false>",
+    "lstm": ("gated.cc", "Lstm<false>"),
+    "lstm_refined": ("gated.cc", "Lstm<true>"),
+    "gru": ("gated.cc", "Gru<false, true>"),
+    "gru_refined": ("gated.cc", "Gru<true, true>"),
+    "janet": ("gated.cc", "Gru<false, false>"),
+    "janet_refined": ("gated.cc", "Gru<true, false>"),
+    "gato": ("gato.cc", "Gato"),
 }
-"""The kernels' cells by name, as C++ writes them."""
+"""The kernels' cells by name: the file that holds one, and how it is called there."""
 
 
 class UnavailableError(Exception):
@@ -79,8 +80,9 @@ def _built(cell: str) -> pathlib.Path:
     if os.environ.get(_SWITCH) == "0":
         raise UnavailableError(f"{_SWITCH}=0 turns kernels off.")
     compiler = _compiler()
-    command = [*compiler, *_FLAGS, _for_this_processor(), f"-DRG_CELL={CELLS[cell]}"]
-    command += [f"-I{jax.ffi.include_dir()}", str(_SOURCE)]
+    file, called = CELLS[cell]
+    command = [*compiler, *_FLAGS, _for_this_processor(), f"-DRG_CELL={called}"]
+    command += [f"-I{jax.ffi.include_dir()}", str(_SOURCES / file)]
     path = _directory() / f"{cell}-{_digest(command)}.so"
     if not path.exists():
         _compile(cell, command, path)
@@ -115,7 +117,8 @@ def _directory() -> pathlib.Path:
 def _digest(command: list[str]) -> str:
     """Of all that the library depends on; a home directory may be that of several machines."""
     version = _output([command[0], "--version"])
-    parts = (_SOURCE.read_text(), version, *command, jax.lib.__version__, _processor())
+    sources = [path.read_text() for path in sorted(_SOURCES.iterdir()) if path.is_file()]
+    parts = (*sources, version, *command, jax.lib.__version__, _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -11,97 +11,16 @@
 // Everything is [T, B, F]: time, batch, features.
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <thread>
 #include <type_traits>
 
-#include "xla/ffi/api/c_api.h"
+#include "arrays.h"
+#include "call.h"
+#include "threads.h"
+#include "vectors.h"
+#include "weights.h"
 
 namespace {
-
-// ---------------------------------------------------------------------------------------
-// Vectors
-// ---------------------------------------------------------------------------------------
-
-#if defined(__AVX512F__)
-constexpr int kLanes = 16, kAccumulators = 24;
-#elif defined(__AVX__)
-constexpr int kLanes = 8, kAccumulators = 12;
-#else
-constexpr int kLanes = 4, kAccumulators = 12;
-#endif
-constexpr int kPanel = 4;  // vectors of h_tm1 that one block of the backward product forms
-
-typedef float Vector __attribute__((vector_size(4 * kLanes), aligned(4)));
-typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
-
-inline Vector zero() { return Vector{} * 0.0f; }
-inline Vector load(const float* p) { return *reinterpret_cast<const Vector*>(p); }
-inline void store(float* p, Vector v) { *reinterpret_cast<Vector*>(p) = v; }
-
-// The first n numbers alone, where a row ends within a vector.
-inline Vector load(const float* p, int n) {
-  if (n == kLanes) return load(p);
-  float part[kLanes] = {};
-  std::memcpy(part, p, n * sizeof(float));
-  return load(part);
-}
-inline void store(float* p, Vector v, int n) {
-  if (n == kLanes) return store(p, v);
-  float part[kLanes];
-  store(part, v);
-  std::memcpy(p, part, n * sizeof(float));
-}
-
-// e^x to 2e-7, by 2^n times a polynomial of the rest; NaN stays.
-inline Vector exponential(Vector x) {
-  x = x > 88.0f ? zero() + 88.0f : x;
-  x = x < -87.0f ? zero() - 87.0f : x;
-  const Vector shift = zero() + 12582912.0f;  // 1.5 * 2^23 rounds to whole numbers
-  const Vector n = (x * 1.44269504f + shift) - shift;
-  const Vector f = (x - n * 0.693145752f) - n * 1.42860677e-6f;
-  Vector p = zero() + 1.39316e-3f;
-  p = p * f + 8.33330e-3f;
-  p = p * f + 4.16667e-2f;
-  p = p * f + 0.166666657f;
-  p = p * f + 0.5f;
-  p = p * f * f + f + 1.0f;
-  const Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
-  return p * (Vector)exponent;
-}
-
-inline Vector sigmoid(Vector x) { return 1.0f / (1.0f + exponential(-x)); }
-
-// tanh to 2e-7 of its value, x P(x^2) / Q(x^2): minimax on [-9, 9]. Beyond it is 1 exactly, so that
-// no gradient is left, however large what it is multiplied by; NaN stays.
-inline Vector hyperbolic_tangent(Vector x) {
-  const Vector one = zero() + 1.0f;
-  const Vector unbounded = x;
-  x = x > 9.0f ? zero() + 9.0f : x;
-  x = x < -9.0f ? zero() - 9.0f : x;
-  const Vector z = x * x;
-  Vector p = zero() - 1.2246287e-11f;
-  p = p * z + 3.0642589e-08f;
-  p = p * z + 2.8031338e-05f;
-  p = p * z + 3.8695093e-03f;
-  p = p * z + 0.13680857f;
-  p = p * z + 1.0f;
-  Vector q = zero() + 1.2890370e-06f;
-  q = q * z + 3.9407157e-04f;
-  q = q * z + 2.7250161e-02f;
-  q = q * z + 0.47014189f;
-  q = q * z + 1.0f;
-  Vector y = x * p / q;
-  y = y > one ? one : y;
-  y = y < -one ? -one : y;
-  y = unbounded >= 9.0f ? one : y;
-  return unbounded <= -9.0f ? -one : y;
-}
 
 // ---------------------------------------------------------------------------------------
 // Cells, unit by unit
@@ -206,193 +125,14 @@ struct Gru {
 };
 
 // ---------------------------------------------------------------------------------------
-// Threads
-// ---------------------------------------------------------------------------------------
-
-struct Range {
-  int64_t begin, end;
-};
-
-Range part(int64_t count, int64_t rank, int64_t parts) {
-  return {count * rank / parts, count * (rank + 1) / parts};
-}
-
-// What runs on XLA's threads. A task that starts late finds the job alive, and nothing left to do.
-class Job {
- public:
-  virtual ~Job() = default;
-  virtual void help() = 0;
-
-  static void task(void* data) {
-    std::unique_ptr<std::shared_ptr<Job>> job(static_cast<std::shared_ptr<Job>*>(data));
-    (*job)->help();
-  }
-  static void schedule(const XLA_FFI_CallFrame* frame, std::shared_ptr<Job> job) {
-    auto* data = new std::shared_ptr<Job>(std::move(job));
-    XLA_FFI_ThreadPool_Schedule_Args args{};
-    args.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
-    args.ctx = frame->ctx;
-    args.task = &Job::task;
-    args.data = data;
-    scheduling() = true;
-    if (frame->api->XLA_FFI_ThreadPool_Schedule(&args) != nullptr) delete data;
-    scheduling() = false;
-  }
-
- protected:
-  // Whether this thread is handing over a task: a pool whose queue is full runs it there and then.
-  static bool& scheduling() {
-    static thread_local bool now = false;
-    return now;
-  }
-};
-
-inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
-
-template <typename Done>
-void wait(Done done) {
-  for (int spins = 0; !done(); ++spins) {
-    if (spins < 4096) {
-      pause();
-    } else {
-      std::this_thread::yield();
-    }
-  }
-}
-
-// Parts that do not wait for each other: whoever comes takes the next.
-template <typename Run>
-class Parts : public Job {
- public:
-  Parts(int parts, Run run) : parts_(parts), run_(run) {}
-  void help() override {
-    for (int n; (n = next_.fetch_add(1)) < parts_;) {
-      run_(n, parts_);
-      done_.fetch_add(1, std::memory_order_release);
-    }
-  }
-  void wait_for_all() {
-    wait([this] { return done_.load(std::memory_order_acquire) == parts_; });
-  }
-
- private:
-  const int parts_;
-  Run run_;  // of part 1 of 2, ...; what it refers to outlives wait_for_all
-  std::atomic<int> next_{0}, done_{0};
-};
-
-template <typename Run>
-void in_parts(const XLA_FFI_CallFrame* frame, int threads, int parts, Run run) {
-  auto job = std::make_shared<Parts<Run>>(parts, run);
-  for (int n = 1; n < threads; ++n) Job::schedule(frame, job);
-  job->help();
-  job->wait_for_all();
-}
-
-// Threads that share each step, and wait for each other after it. One that comes late is let in at
-// the next step; nobody waits for one that XLA has no thread for.
-template <typename Run>
-class Team : public Job {
- public:
-  Team(int64_t steps, Run run) : steps_(steps), run_(run) {}
-  void help() override {
-    if (scheduling()) return;  // it would wait for its own leader
-    const int rank = asked_.fetch_add(1);
-    uint64_t state = 0;
-    wait([&] {
-      state = state_.load(std::memory_order_acquire);
-      return size_of(state) > rank || turn_of(state) >= steps_;
-    });
-    while (turn_of(state) < steps_) {
-      run_(turn_of(state), rank, size_of(state));
-      arrived_.fetch_add(1, std::memory_order_release);
-      const uint64_t before = state;
-      wait([&] { return (state = state_.load(std::memory_order_acquire)) != before; });
-    }
-  }
-  void lead() {
-    for (int64_t turn = 0, size = 1; turn < steps_;) {
-      run_(turn, 0, int(size));
-      wait([&] { return arrived_.load(std::memory_order_acquire) == size - 1; });
-      arrived_.store(0, std::memory_order_relaxed);
-      ++turn;
-      size = asked_.load(std::memory_order_relaxed);
-      state_.store(uint64_t(turn) << 16 | uint64_t(size), std::memory_order_release);
-    }
-  }
-
- private:
-  static int size_of(uint64_t state) { return state & 0xffff; }
-  static int64_t turn_of(uint64_t state) { return state >> 16; }
-  const int64_t steps_;
-  Run run_;  // of a step; what it refers to is read by members alone, whom the leader waits for
-  std::atomic<int> asked_{1}, arrived_{0};
-  std::atomic<uint64_t> state_{1};
-};
-
-template <typename Run>
-void in_team(const XLA_FFI_CallFrame* frame, int threads, int64_t steps, Run run) {
-  auto job = std::make_shared<Team<Run>>(steps, run);
-  for (int n = 1; n < threads; ++n) Job::schedule(frame, job);
-  job->lead();
-}
-
-int pool_threads(const XLA_FFI_CallFrame* frame) {
-  int64_t threads = 1;
-  XLA_FFI_ThreadPool_NumThreads_Args args{};
-  args.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE;
-  args.ctx = frame->ctx;
-  args.num_threads = &threads;
-  return frame->api->XLA_FFI_ThreadPool_NumThreads(&args) == nullptr ? int(threads) : 1;
-}
-
-// ---------------------------------------------------------------------------------------
 // The loops
 // ---------------------------------------------------------------------------------------
-
-constexpr int kMostSlots = 4;
-
-// One slot's numbers at all steps: rows of F, some way apart.
-struct Slot {
-  float* data;
-  int64_t stride;
-  float* at(int64_t row) const { return data + row * stride; }
-};
-
-// The arrays of a call; those that it has not are null. Rows are (t, b) in the order of memory.
-struct Arrays {
-  int64_t steps, batch, features, inputs;
-  bool reverse;
-  const float *xs, *kernels[kMostSlots], *weights[kMostSlots], *bias, *own_bias, *c_0, *h_0;
-  // What the inputs make of a slot. Where a reset keeps it apart, U h_tm1 + b of the last slot has
-  // an array of its own, and z holds W x + b alone; else both stand for the sum.
-  Slot z[kMostSlots], own;
-  float *hs, *cs;
-  int64_t cs_steps;  // of cs: all, or 1, which then holds the last
-  float* packed;
-  // Backward: cotangents take the place of z and own, or stand elsewhere.
-  const float *scale, *hs_read, *cs_read, *d_hs, *d_cs, *d_c_T, *d_h_T;
-  Slot d_z[kMostSlots], d_own;
-  float *d_c, *d_h;
-  // Gradients of the weights.
-  float *d_kernels[kMostSlots], *d_weights[kMostSlots], *d_bias, *d_own_bias;
-
-  int64_t row(int64_t t, int64_t b) const { return t * batch + b; }
-  int64_t time(int64_t step) const { return reverse ? steps - 1 - step : step; }
-};
-
-int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 enum class Split { kAlone, kRows, kUnits };
 
 constexpr int64_t kOwnCache = 3 << 18;     // bytes of a core's own cache, for weights
 constexpr int64_t kRowsForAll = 48;        // of a thread, from which reading all weights is little
 constexpr int64_t kLeastOfStep = 60000;    // multiply-adds, from which a barrier is little
-constexpr int64_t kLeastOfCall = 1 << 22;  // multiply-adds, from which waking a thread is little
 constexpr int kPartsOfThread = 4;          // of the rows: one thread may come late
 
 // How threads share a loop: rows where all weights fit each one's cache, or where each has many
@@ -426,18 +166,6 @@ struct Blocks {
     }
   }
 };
-
-// Calls with a number of rows that is known at compile time, so that their sums are registers.
-template <int most, typename Call>
-inline void with_rows(int rows, Call call) {
-  if constexpr (most > 0) {
-    if (rows == most) {
-      call(std::integral_constant<int, most>());
-    } else {
-      with_rows<most - 1>(rows, call);
-    }
-  }
-}
 
 template <typename Cell>
 struct Forward {
@@ -740,195 +468,9 @@ struct Backward {
   }
 };
 
-// The gradients of the weights: sums over all rows (t, b) of an input's or h_tm1's numbers times
-// cotangents. A tile of kRows by kPanel vectors is summed in registers over kChunk rows.
-template <typename Cell>
-struct Gradients {
-  static constexpr int G = Cell::slots;
-  static constexpr int kRows = kAccumulators / kPanel, kChunk = 192;
-  const Arrays& a;
-
-  struct Columns {  // of one slot's cotangents
-    Slot d;
-    float *input, *own;  // the gradients of W and of U, or null
-    float *bias;
-    int64_t at;
-    int wide;
-  };
-  int64_t vectors() const { return up(a.features, kLanes); }
-  int64_t panels() const { return up(vectors(), kPanel); }
-  int64_t columns() const { return (G + Cell::apart) * panels(); }
-  Columns column(int64_t n) const {
-    const int g = n / panels();
-    const Range own = part(vectors(), n % panels(), panels());
-    const bool apart = Cell::apart && g >= G - 1;
-    Columns c{g == G ? a.d_own : a.d_z[g], g == G ? nullptr : a.d_kernels[g],
-              apart && g < G ? nullptr : a.d_weights[g == G ? G - 1 : g],
-              g == G ? a.d_own_bias : a.d_bias + g * a.features, own.begin * kLanes,
-              int(own.end - own.begin)};
-    return c;
-  }
-  int64_t blocks(int64_t width) const { return up(width, kRows); }
-  int64_t packed_size() const {  // of a thread
-    return kChunk * ((blocks(a.inputs) + blocks(a.features)) * kRows + kPanel * kLanes);
-  }
-
-  const float* h_tm1(int64_t row) const {
-    const int64_t before = a.reverse ? row + a.batch : row - a.batch;
-    if (before < 0) return a.h_0 + row * a.features;
-    if (before >= a.steps * a.batch) return a.h_0 + (before - a.steps * a.batch) * a.features;
-    return a.hs_read + before * a.features;
-  }
-
-  // [blocks][chunk][kRows]
-  template <typename Row>
-  static void pack(float* out, int64_t width, Range rows, Row row) {
-    for (int64_t n = rows.begin; n < rows.end; ++n) {
-      const float* x = row(n);
-      float* to = out + (n - rows.begin) * kRows;
-      for (int64_t k = 0; k < width; k += kRows, to += kChunk * kRows) {
-        const int64_t count = std::min<int64_t>(kRows, width - k);
-        if (count == kRows) {
-          std::memcpy(to, x + k, kRows * sizeof(float));
-        } else {
-          std::fill_n(to, kRows, 0.0f);
-          std::copy_n(x + k, count, to);
-        }
-      }
-    }
-  }
-
-  // sums [kRows][wide] of x [rows][kRows] times d [rows][wide]. Not inlined, so that the compiler
-  // has all registers for the sums.
-  template <int wide>
-  __attribute__((noinline)) static void tile(const float* x, const float* d, int64_t rows,
-                                             float* sums) {
-    Vector sum[kRows][wide];
-#pragma GCC unroll 12
-    for (int m = 0; m < kRows; ++m)
-#pragma GCC unroll 4
-      for (int j = 0; j < wide; ++j) sum[m][j] = zero();
-    for (int64_t n = 0; n < rows; ++n, x += kRows, d += wide * kLanes) {
-      Vector v[wide];
-#pragma GCC unroll 4
-      for (int j = 0; j < wide; ++j) v[j] = load(d + j * kLanes);
-#pragma GCC unroll 12
-      for (int m = 0; m < kRows; ++m)
-#pragma GCC unroll 4
-        for (int j = 0; j < wide; ++j) sum[m][j] += x[m] * v[j];
-    }
-#pragma GCC unroll 12
-    for (int m = 0; m < kRows; ++m)
-#pragma GCC unroll 4
-      for (int j = 0; j < wide; ++j) store(sums + (m * wide + j) * kLanes, sum[m][j]);
-  }
-
-  template <int wide>
-  void tiles(const float* x, const float* d, int64_t rows, int64_t width, float* out, int64_t at,
-             bool first) const {
-    const int64_t F = a.features;
-    float sums[kRows * wide * kLanes];
-    for (int64_t k = 0; k < width; k += kRows, x += kChunk * kRows) {
-      for (int64_t m = k; m < std::min(width, k + kRows); ++m)
-        for (int j = 0; j < wide; ++j) __builtin_prefetch(out + m * F + at + j * kLanes, 1);
-      tile<wide>(x, d, rows, sums);
-      for (int64_t m = k; m < std::min(width, k + kRows); ++m)
-        for (int j = 0; j < wide; ++j) {
-          const int count = std::min<int64_t>(kLanes, F - at - j * kLanes);
-          float* to = out + m * F + at + j * kLanes;
-          const Vector sum = load(sums + ((m - k) * wide + j) * kLanes);
-          store(to, first ? sum : sum + load(to, count), count);
-        }
-    }
-  }
-
-  template <int wide>
-  void chunk(const Columns& c, Range rows, const float* xs, const float* hs, float* d) const {
-    const int64_t F = a.features, count = rows.end - rows.begin;
-    const bool first = rows.begin == 0;
-    Vector sum[wide];
-    for (int j = 0; j < wide; ++j) sum[j] = zero();
-    for (int64_t n = 0; n < count; ++n) {
-      const float* from = c.d.at(rows.begin + n) + c.at;
-      for (int j = 0; j < wide; ++j) {
-        const Vector v = load(from + j * kLanes, std::min<int64_t>(kLanes, F - c.at - j * kLanes));
-        store(d + (n * wide + j) * kLanes, v);
-        sum[j] += v;
-      }
-    }
-    for (int j = 0; j < wide; ++j) {
-      const int in_row = std::min<int64_t>(kLanes, F - c.at - j * kLanes);
-      float* to = c.bias + c.at + j * kLanes;
-      store(to, first ? sum[j] : sum[j] + load(to, in_row), in_row);
-    }
-    if (c.input != nullptr) tiles<wide>(xs, d, count, a.inputs, c.input, c.at, first);
-    if (c.own != nullptr) tiles<wide>(hs, d, count, F, c.own, c.at, first);
-  }
-
-  void run_columns(Range mine, float* packed) const {
-    const int64_t all = a.steps * a.batch;
-    float* hs = packed + kChunk * blocks(a.inputs) * kRows;
-    float* d = hs + kChunk * blocks(a.features) * kRows;
-    for (int64_t begin = 0; begin < all; begin += kChunk) {
-      const Range rows{begin, std::min(all, begin + kChunk)};
-      pack(packed, a.inputs, rows, [this](int64_t n) { return a.xs + n * a.inputs; });
-      pack(hs, a.features, rows, [this](int64_t n) { return h_tm1(n); });
-      for (int64_t n = mine.begin; n < mine.end; ++n) {
-        const Columns c = column(n);
-        switch (c.wide) {
-          case 1: chunk<1>(c, rows, packed, hs, d); break;
-          case 2: chunk<2>(c, rows, packed, hs, d); break;
-          case 3: chunk<3>(c, rows, packed, hs, d); break;
-          case 4: chunk<4>(c, rows, packed, hs, d); break;
-        }
-      }
-    }
-  }
-
-  void run(const XLA_FFI_CallFrame* frame, int threads) const {
-    const int64_t work = a.steps * a.batch * G * a.features * (a.features + a.inputs);
-    const int most = work < kLeastOfCall ? 1 : int(std::min<int64_t>(threads, columns()));
-    in_parts(frame, most, most, [this](int n, int parts) {
-      run_columns(part(columns(), n, parts), a.packed + n * packed_size());
-    });
-  }
-};
-
 // ---------------------------------------------------------------------------------------
 // What XLA calls
 // ---------------------------------------------------------------------------------------
-
-// Reads a call's arrays one after the other, as backend.py lists them.
-class Reader {
- public:
-  explicit Reader(const XLA_FFI_CallFrame* frame) : frame_(frame) {}
-  const int64_t* dims() const { return argument(argument_).dims; }  // of what is read next
-  float* in() { return static_cast<float*>(argument(argument_++).data); }
-  const int64_t* result_dims() const { return result(result_).dims; }
-  float* out() { return static_cast<float*>(result(result_++).data); }
-  int64_t attribute(const char* name) const {
-    for (int64_t n = 0; n < frame_->attrs.size; ++n) {
-      const XLA_FFI_ByteSpan& span = *frame_->attrs.names[n];
-      if (span.len == std::strlen(name) && std::memcmp(span.ptr, name, span.len) == 0)
-        return *static_cast<int64_t*>(static_cast<XLA_FFI_Scalar*>(frame_->attrs.attrs[n])->value);
-    }
-    std::abort();  // backend.py gives them all
-  }
-
- private:
-  const XLA_FFI_Buffer& argument(int64_t n) const {
-    return *static_cast<XLA_FFI_Buffer*>(frame_->args.args[n]);
-  }
-  const XLA_FFI_Buffer& result(int64_t n) const {
-    return *static_cast<XLA_FFI_Buffer*>(frame_->rets.rets[n]);
-  }
-  const XLA_FFI_CallFrame* frame_;
-  int64_t argument_ = 0, result_ = 0;
-};
-
-int threads_of(const XLA_FFI_CallFrame* frame, const Reader& read) {
-  return std::min<int64_t>(read.attribute("threads"), pool_threads(frame));
-}
 
 // All slots side by side, [T, B, slots * F].
 template <typename Cell>
@@ -1024,17 +566,6 @@ void gradients(const XLA_FFI_CallFrame* frame) {
   if (Cell::apart) a.d_own_bias = read.out();
   a.packed = read.out();
   Gradients<Cell>{a}.run(frame, threads_of(frame, read));
-}
-
-// XLA asks once for the version of the interface.
-bool answers_metadata(XLA_FFI_CallFrame* frame) {
-  const auto* extension = frame->extension_start;  // whose type has had two names
-  if (extension == nullptr || extension->type != XLA_FFI_Extension_Metadata) return false;
-  XLA_FFI_Metadata* metadata =
-      reinterpret_cast<const XLA_FFI_Metadata_Extension*>(extension)->metadata;
-  metadata->api_version.major_version = XLA_FFI_API_MAJOR;
-  metadata->api_version.minor_version = XLA_FFI_API_MINOR;
-  return true;
 }
 
 }  // namespace

@@ -1,0 +1,419 @@
+"""Gated recurrences as kernels: the forward pass, the backward pass, the weights' gradients.
+
+The kernels (``kernels/gated.cc``) do what ``fused`` does, with the same numbers kept between the
+passes, but as one call each, on all cores that a device has. Where the inputs are few they are
+projected in the loop: their share of the pre-activations then never goes through memory.
+
+What is kept are h (and c) of all steps and the pre-activations, which the backward pass overwrites
+with their cotangents. Each kernel is an operation of two forms, see ``switch``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from recurrent_gates.backends import fused
+from recurrent_gates.backends.native import switch
+from recurrent_gates.backends.native.kernel import (
+    LANES,
+    ROWS,
+    Kernel,
+    Scale,
+    gradient_scale,
+    packed,
+    threads,
+)
+from recurrent_gates.backends.shared.accumulation import shifted
+from recurrent_gates.backends.shared.products import product_loop, residuals
+from recurrent_gates.backends.shared.rows import flat, projected
+from recurrent_gates.base import Cell, HiddenState, SlotCell
+from recurrent_gates.cells import GRU, JANET, LSTM, LSTMState
+from recurrent_gates.declared import Carry, Weights
+from recurrent_gates.gates import Gate
+from recurrent_gates.scan import Loop, Segment, Stream
+
+# From so many inputs their product of all steps at once, which goes through memory, costs less.
+_FEW_INPUTS = 128
+
+
+class Kernels(NamedTuple):
+    """Which kernels run a cell.
+
+    Attributes:
+      name: their name in ``library.CELLS``.
+      slots: the cell's slots, in the order of the kernels.
+      apart: whether the input's part of the last slot stays apart (a reset after the product).
+    """
+
+    name: str
+    slots: tuple[str, ...]
+    apart: bool
+
+
+def kernels(cell: Cell) -> Kernels | None:
+    """The kernels of a cell; None if there are none."""
+    if type(cell) not in (LSTM, GRU, JANET):
+        return None
+    assert isinstance(cell, (LSTM, GRU))
+    gate = cell.gate if isinstance(cell, LSTM) else cell.gate.tie()
+    plain = cell.heads == 1 and cell.activation is jnp.tanh and type(gate) is Gate
+    if not plain or gate.activation != "sigmoid" or gate.master or gate.refine_input:
+        return None
+    refined = ("r",) if gate.refine else ()
+    suffix = "_refined" if refined else ""
+    if isinstance(cell, LSTM):
+        if cell.output_activation is not jnp.tanh or not cell.forget_gate:
+            return None
+        if gate.tied != gate.refine:  # i is free, or 1 - g
+            return None
+        return Kernels(f"lstm{suffix}", ("f", *(refined or ("i",)), "o", "u"), False)
+    if cell.reset == "before":
+        return None
+    reset = ("reset",) if cell.reset else ()
+    name = "gru" if reset else "janet"
+    return Kernels(f"{name}{suffix}", ("f", *refined, *reset, "u"), bool(reset))
+
+
+def segment(loop: Loop) -> Segment:
+    """A stretch of time of a loop with one axis for the batch."""
+    last, hs, cs = _recurrence(loop)
+    return Segment(last, hs, _carry(hs, cs) if loop.settings.keep_carries else None)
+
+
+def _carry(h: jax.Array, c: jax.Array | None) -> Carry:
+    return HiddenState(h) if c is None else LSTMState(c, h)
+
+
+# ---------------------------------------------------------------------------------------
+# The recurrence and its derivative
+# ---------------------------------------------------------------------------------------
+
+
+@jax.custom_vjp
+def _recurrence(loop: Loop) -> tuple[Carry, jax.Array, jax.Array | None]:
+    """The last carry, h of all steps, and c of all steps if carries are asked for."""
+    out = Forward.of(loop, keep=False)
+    return _last(loop, out), out.hs, out.cs if loop.settings.keep_carries else None
+
+
+def _last(loop: Loop, out: Outputs) -> Carry:
+    at = 0 if loop.settings.reverse else -1
+    return _carry(out.hs[at], None if out.cs is None else out.cs[at])
+
+
+def _forward(loop: Loop) -> tuple[tuple[Carry, jax.Array, jax.Array | None], Any]:
+    out = Forward.of(loop, keep=True)
+    result = _last(loop, out), out.hs, out.cs if loop.settings.keep_carries else None
+    return result, (loop, out)
+
+
+def _backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
+    loop, out = saved
+    d_last, d_hs, d_cs = cotangents
+    cell, params = loop.settings.cell, loop.params
+    assert isinstance(cell, SlotCell)
+    slots = _kernels_of(loop).slots
+    d = Backward.of(loop, out, d_last, d_hs, d_cs)
+    of_weights = WeightGradients.of(loop, out, d)
+    kernel = jnp.concatenate([params["kernel"][slot] for slot in slots], axis=-1)
+    d_xs = d.z @ kernel.T
+
+    def paired(params: Any, xs: jax.Array, carry: Carry) -> jax.Array:
+        """The linear function whose gradient is asked for, also where a shard_map adds it up."""
+        pairs = [(xs, d_xs), (_biases(cell, slots, params), of_weights.bias)]
+        for slot, d_kernel, d_weight in zip(
+            slots, of_weights.kernels, of_weights.weights, strict=True
+        ):
+            pairs.append((params["kernel"][slot], d_kernel))
+            pairs.append((params["recurrent_kernel"][slot], d_weight))
+        if of_weights.own_bias is not None and slots[-1] in params.get("recurrent_bias", {}):
+            pairs.append((params["recurrent_bias"][slots[-1]], of_weights.own_bias))
+        pairs += zip(jax.tree.leaves(carry), jax.tree.leaves(d.carry), strict=True)
+        return jnp.sum(jnp.stack([jnp.sum(a * b) for a, b in pairs]))
+
+    d_params, d_xs, d_carry = jax.grad(paired, (0, 1, 2))(params, loop.xs, loop.carry)
+    d_loop = loop.replace(
+        params=d_params,
+        xs=d_xs,
+        carry=d_carry,
+        reset_carry=jax.tree.map(jnp.zeros_like, loop.reset_carry),
+        carry_fns=None,
+        stream=None,
+    )
+    return (d_loop,)
+
+
+_recurrence.defvjp(_forward, _backward)
+
+
+def _kernels_of(loop: Loop) -> Kernels:
+    chosen = kernels(loop.settings.cell)
+    assert chosen is not None
+    return chosen
+
+
+def _biases(cell: SlotCell, slots: Sequence[str], params: Any) -> jax.Array:
+    """What no inputs make of the slots, ``[slots, F]``; not a bias that stays apart."""
+    gate = cell._gate
+    own = params.get("recurrent_bias", {})
+    offsets = gate.offsets(params.get("gate", {})) if gate else {}
+
+    def bias(slot: str) -> jax.Array:
+        parts = [params["bias"][slot]]
+        parts += [own[slot]] if slot in own and slot not in cell.separate else []
+        parts += [offsets[slot]] if slot in offsets else []
+        return functools.reduce(jnp.add, parts)
+
+    return jnp.stack([bias(slot) for slot in slots])
+
+
+# ---------------------------------------------------------------------------------------
+# The kernels as operations
+# ---------------------------------------------------------------------------------------
+
+
+class Outputs(NamedTuple):
+    """What a forward pass makes.
+
+    Attributes:
+      hs: h of all steps, ``[T, B, F]``.
+      cs: c of all steps, or only the last, ``[1, B, F]``; None where the cell has none.
+      z: pre-activations by slot, side by side, ``[T, B, slots * F]``, or None.
+      own: U h_tm1 + b of the last slot, where its input stays apart; z then has the input alone.
+    """
+
+    hs: jax.Array
+    cs: jax.Array | None
+    z: jax.Array | None = None
+    own: jax.Array | None = None
+
+
+class Cotangents(NamedTuple):
+    """What a backward pass makes: the cotangents of ``Outputs``' z and own, and of the carry."""
+
+    z: jax.Array
+    own: jax.Array | None
+    carry: Carry
+
+
+class Gradients(NamedTuple):
+    """Of kernels and recurrent kernels by slot, of biases ``[slots, F]`` and the own bias."""
+
+    kernels: list[jax.Array]
+    weights: list[jax.Array]
+    bias: jax.Array
+    own_bias: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gated(Kernel):
+    """A kernel of a gated cell."""
+
+    @property
+    def kernels(self) -> Kernels:
+        chosen = kernels(self.cell)
+        assert chosen is not None
+        return chosen
+
+    @property
+    def name(self) -> str:
+        return self.kernels.name
+
+    @property
+    def has_c(self) -> bool:
+        return isinstance(self.cell, LSTM)
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward(_Gated):
+    """(params, xs, carry) -> ``Outputs``, flattened.
+
+    Attributes:
+      keep: whether a backward pass follows.
+      all_cs: whether c of all steps is asked for.
+    """
+
+    keep: bool
+    all_cs: bool
+
+    @staticmethod
+    def of(loop: Loop, *, keep: bool) -> Outputs:
+        leaves, tree = jax.tree.flatten((loop.params, loop.xs, loop.carry))
+        settings = loop.settings
+        all_cs = keep or settings.keep_carries
+        operation = Forward(settings.cell, tree, settings.reverse, threads(), keep, all_cs)
+        return operation._outputs(switch.run(operation, *leaves))
+
+    def _outputs(self, arrays: Sequence[jax.Array]) -> Outputs:
+        rest = list(arrays)
+        hs = rest.pop(0)
+        cs = rest.pop(0) if self.has_c else None
+        return Outputs(hs, cs, *rest)
+
+    def native(self, *leaves: jax.Array) -> list[jax.Array]:
+        params, xs, carry = jax.tree.unflatten(self.tree, leaves)
+        assert isinstance(self.cell, SlotCell)
+        _, slots, apart = self.kernels
+        steps, rows, inputs = xs.shape
+        features = carry.h.shape[-1]
+        project = inputs <= _FEW_INPUTS
+        if project:
+            operands = [xs, *(params["kernel"][slot] for slot in slots)]
+        else:
+            kernel = jnp.concatenate([params["kernel"][slot] for slot in slots], axis=-1)
+            operands = [(flat(xs, 2) @ kernel).reshape(steps, rows, -1)]
+        operands.append(_biases(self.cell, slots, params))
+        if apart:
+            own = params.get("recurrent_bias", {})
+            operands.append(own.get(slots[-1], jnp.zeros((features,), jnp.float32)))
+        operands += [params["recurrent_kernel"][slot] for slot in slots]
+        operands += [carry.c] if self.has_c else []
+        operands.append(carry.h)
+        state = steps, rows, features
+        shapes: list[tuple[int, ...]] = []
+        if self.keep:
+            shapes = [(steps, rows, len(slots) * features), *[state] * apart]
+        kept = len(shapes)
+        shapes.append(state)
+        if self.has_c:
+            shapes.append(state if self.all_cs else (1, rows, features))
+        shapes.append((packed(features) * len(slots) * (features + inputs * project),))
+        aliases = {0: 0} if self.keep and not project else None
+        out = self._call("forward", shapes, operands, aliases, keep=self.keep, project=project)
+        return [*out[kept:], *out[:kept]]
+
+    def portable(self, *leaves: jax.Array) -> list[jax.Array]:
+        loop = self._loop(*jax.tree.unflatten(self.tree, leaves))
+        inputs = product_loop(loop, projected(loop))
+        last, carries, pre = fused.run(inputs)
+        _, slots, apart = self.kernels
+        out = [carries.h]
+        if self.has_c:
+            out.append(carries.c if self.all_cs else last.c[None])
+        if self.keep:
+            alone = inputs.xs[f"{slots[-1]}_input"] if apart else pre[slots[-1]]
+            sides = [*(pre[slot] for slot in slots[:-1]), alone]
+            out += [jnp.concatenate(sides, axis=-1), *[pre[slots[-1]]] * apart]
+        return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward(_Gated):
+    """(weights by slot, scale, initial carry, carries, z, own, cotangents) -> ``Cotangents``.
+
+    Attributes:
+      all_cs: whether c of all steps has a cotangent.
+    """
+
+    all_cs: bool
+
+    @staticmethod
+    def of(
+        loop: Loop, out: Outputs, d_last: Carry, d_hs: jax.Array, d_cs: jax.Array | None
+    ) -> Cotangents:
+        weights = {slot: loop.params["recurrent_kernel"][slot] for slot in _kernels_of(loop).slots}
+        carries = _carry(out.hs, out.cs)
+        read = (
+            weights,
+            gradient_scale(loop),
+            loop.carry,
+            carries,
+            out.z,
+            out.own,
+            d_last,
+            d_hs,
+            d_cs,
+        )
+        leaves, tree = jax.tree.flatten(read)
+        cell, reverse = loop.settings.cell, loop.settings.reverse
+        operation = Backward(cell, tree, reverse, threads(), d_cs is not None)
+        arrays = switch.run(operation, *leaves)
+        own = arrays[1] if operation.kernels.apart else None
+        return Cotangents(arrays[0], own, type(loop.carry)(*arrays[1 + operation.kernels.apart :]))
+
+    def native(self, *leaves: jax.Array) -> list[jax.Array]:
+        weights, scale, carry, carries, z, own, d_last, d_hs, d_cs = jax.tree.unflatten(
+            self.tree, leaves
+        )
+        _, slots, apart = self.kernels
+        operands = [z, *([own] if apart else []), *(weights[slot] for slot in slots), scale]
+        operands += [carry.c, carries.c, d_last.c] if self.has_c else [carry.h, carries.h]
+        operands += [d_last.h, d_hs, *([d_cs] if self.all_cs else [])]
+        features = carry.h.shape[-1]
+        shapes = [z.shape, *[carries.h.shape] * apart, *[carry.h.shape] * (1 + self.has_c)]
+        shapes.append((packed(features) * len(slots) * features,))
+        aliases = {number: number for number in range(1 + apart)}
+        return [*self._call("backward", shapes, operands, aliases, keep=self.all_cs)]
+
+    def portable(self, *leaves: jax.Array) -> list[jax.Array]:
+        weights, scale, carry, carries, z, own, d_last, d_hs, d_cs = jax.tree.unflatten(
+            self.tree, leaves
+        )
+        _, slots, apart = self.kernels
+        sides = dict(zip(slots, jnp.split(z, len(slots), axis=-1), strict=True))
+        inputs = dict(sides)
+        if apart:
+            inputs[f"{slots[-1]}_input"] = inputs.pop(slots[-1])
+            sides[slots[-1]] = own
+        loop = self._loop(Weights(weights, {}, {}), inputs, carry)
+        stream = Stream(noise=(scale,))
+        loop = loop.replace(carry_fns=(Scale(0.0),), stream=stream)
+        d_carries = _carry(d_hs, None)
+        if self.has_c:
+            d_carries = _carry(d_hs, jnp.zeros_like(d_hs) if d_cs is None else d_cs)
+        d_carry, _, d_pre, d_apart = fused.run_back(
+            residuals(loop, carries, sides), loop.params, (d_last, d_carries)
+        )
+        d_sides = {**d_pre}
+        d_own = [d_sides[slots[-1]]] * apart
+        if apart:
+            d_sides[slots[-1]] = d_apart[f"{slots[-1]}_input"]
+        d_z = jnp.concatenate([d_sides[slot] for slot in slots], axis=-1)
+        return [d_z, *d_own, *d_carry]
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightGradients(_Gated):
+    """(xs, initial h, h of all steps, cotangents of z and own) -> ``Gradients``, flattened."""
+
+    @staticmethod
+    def of(loop: Loop, out: Outputs, d: Cotangents) -> Gradients:
+        leaves, tree = jax.tree.flatten((loop.xs, loop.carry.h, out.hs, d.z, d.own))
+        settings = loop.settings
+        operation = WeightGradients(settings.cell, tree, settings.reverse, threads())
+        arrays = switch.run(operation, *leaves)
+        count = len(operation.kernels.slots)
+        own_bias = arrays[2 * count + 1] if operation.kernels.apart else None
+        kernels, weights = list(arrays[:count]), list(arrays[count : 2 * count])
+        return Gradients(kernels, weights, arrays[2 * count], own_bias)
+
+    def native(self, *leaves: jax.Array) -> list[jax.Array]:
+        xs, h, _, d_z, _ = jax.tree.unflatten(self.tree, leaves)
+        _, slots, apart = self.kernels
+        inputs, features, count = xs.shape[-1], h.shape[-1], len(slots)
+        del d_z
+        shapes: list[tuple[int, ...]] = [(inputs, features)] * count
+        shapes += [(features, features)] * count
+        shapes += [(count, features), *[(features,)] * apart]
+        shapes.append((self.threads * ROWS * (inputs + features + 5 * LANES),))
+        return [*self._call("gradients", shapes, leaves)]
+
+    def portable(self, *leaves: jax.Array) -> list[jax.Array]:
+        xs, h, hs, d_z, d_own = jax.tree.unflatten(self.tree, leaves)
+        count = len(self.kernels.slots)
+        before = shifted(h, hs, self.reverse)
+        d_inputs = jnp.split(d_z, count, axis=-1)
+        d_products = [*d_inputs[:-1], d_inputs[-1] if d_own is None else d_own]
+
+        def product(x: jax.Array, d: jax.Array) -> jax.Array:
+            return jnp.einsum("tbi,tbo->io", x, d)
+
+        out = [product(xs, d) for d in d_inputs] + [product(before, d) for d in d_products]
+        out.append(jnp.stack([d.sum((0, 1)) for d in d_inputs]))
+        return out if d_own is None else [*out, d_own.sum((0, 1))]

@@ -1,0 +1,107 @@
+"""What kernels have in common: how they are called, on how many threads, and what they are told."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from recurrent_gates import target
+from recurrent_gates.backends.native import library
+from recurrent_gates.base import Cell
+from recurrent_gates.carry import (
+    CarryFn,
+    Damp,
+    get_field,
+    scale_gradient,
+    set_field,
+    stop_gradient_where,
+)
+from recurrent_gates.declared import Carry
+from recurrent_gates.scan import Loop, Settings
+
+# For the kernels' own copies of weights and rows: no vector is wider, no chunk of rows longer.
+LANES = 16
+ROWS = 192
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel of a cell; what all have in common.
+
+    Attributes:
+      cell: the cell.
+      tree: the structure of the arrays that it reads, flattened.
+      reverse: whether time runs backwards.
+      threads: of each device.
+    """
+
+    cell: Cell
+    tree: Any
+    reverse: bool
+    threads: int
+
+    @property
+    def name(self) -> str:
+        """Of the cell's kernels in ``library.CELLS``."""
+        raise NotImplementedError
+
+    def _call(
+        self,
+        function: str,
+        shapes: Sequence[tuple[int, ...]],
+        operands: Sequence[jax.Array],
+        aliases: dict[int, int] | None = None,
+        **attributes: bool,
+    ) -> Sequence[jax.Array]:
+        """Runs a kernel; the last of its results is memory that it works in."""
+        results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        call = jax.ffi.ffi_call(
+            library.target(self.name, function), results, input_output_aliases=aliases
+        )
+        numbers = {"reverse": self.reverse, "threads": self.threads, **attributes}
+        return call(*operands, **{name: np.int64(n) for name, n in numbers.items()})[:-1]
+
+    def _loop(self, params: Any, xs: Any, carry: Carry) -> Loop:
+        """The loop in JAX, for the portable form."""
+        settings = Settings(self.cell, batch_dims=1, reverse=self.reverse)
+        return Loop(settings, params, xs, carry, carry)
+
+
+def threads() -> int:
+    """How many cores a device may use: all, unless others do the same at the same time."""
+    if jax.sharding.get_abstract_mesh().are_all_axes_manual:  # of a shard_map
+        return max(1, target.cores() // target.device_count())
+    return target.cores()
+
+
+def packed(features: int) -> int:
+    """F, up to whole vectors."""
+    return math.ceil(features / LANES) * LANES
+
+
+def gradient_scale(loop: Loop) -> jax.Array:
+    """What the gradient of what feeds back is multiplied by before each step, ``[T]``."""
+    scale = jnp.ones((loop.steps,), jnp.float32)
+    for fn, noise in zip(loop.carry_fns, loop.stream.noise, strict=True):
+        if type(fn) is Damp:
+            scale = scale * (1 - jnp.asarray(fn.p, jnp.float32))
+        elif noise is not None:
+            scale = jnp.where(noise.astype(bool), 0.0, scale)
+    return jax.lax.stop_gradient(scale)
+
+
+@struct.dataclass
+class Scale(CarryFn):
+    """The gradient of a field times a number that each step is given as noise."""
+
+    def before(self, noise_t: jax.Array, carry: Carry) -> Carry:
+        value = scale_gradient(get_field(carry, self.field), noise_t)
+        value = stop_gradient_where(noise_t == 0, value)
+        return set_field(carry, self.field, value)

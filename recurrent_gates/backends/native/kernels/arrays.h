@@ -1,0 +1,58 @@
+// The arrays of a call, [T, B, F]: time, batch, features.
+
+#pragma once
+
+#include <cstdint>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int kMostSlots = 4;
+
+// One slot's numbers at all steps: rows of F, some way apart.
+struct Slot {
+  float* data;
+  int64_t stride;
+  float* at(int64_t row) const { return data + row * stride; }
+};
+
+// The arrays of a call; those that it has not are null. Rows are (t, b) in the order of memory.
+struct Arrays {
+  int64_t steps, batch, features, inputs;
+  bool reverse;
+  const float *xs, *kernels[kMostSlots], *weights[kMostSlots], *bias, *own_bias, *c_0, *h_0;
+  // What the inputs make of a slot. Where a reset keeps it apart, U h_tm1 + b of the last slot has
+  // an array of its own, and z holds W x + b alone; else both stand for the sum.
+  Slot z[kMostSlots], own;
+  float *hs, *cs;
+  int64_t cs_steps;  // of cs: all, or 1, which then holds the last
+  float* packed;
+  // Backward: cotangents take the place of z and own, or stand elsewhere.
+  const float *scale, *hs_read, *cs_read, *d_hs, *d_cs, *d_c_T, *d_h_T;
+  Slot d_z[kMostSlots], d_own;
+  float *d_c, *d_h;
+  // Gradients of the weights.
+  float *d_kernels[kMostSlots], *d_weights[kMostSlots], *d_bias, *d_own_bias;
+
+  int64_t row(int64_t t, int64_t b) const { return t * batch + b; }
+  int64_t time(int64_t step) const { return reverse ? steps - 1 - step : step; }
+};
+
+inline int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+constexpr int64_t kLeastOfCall = 1 << 22;  // multiply-adds, from which waking a thread is little
+
+// Calls with a number of rows that is known at compile time, so that their sums are registers.
+template <int most, typename Call>
+inline void with_rows(int rows, Call call) {
+  if constexpr (most > 0) {
+    if (rows == most) {
+      call(std::integral_constant<int, most>());
+    } else {
+      with_rows<most - 1>(rows, call);
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,59 @@
+// How XLA hands a kernel its arrays.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "arrays.h"
+#include "threads.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace {
+
+// Reads a call's arrays one after the other, as backend.py lists them.
+class Reader {
+ public:
+  explicit Reader(const XLA_FFI_CallFrame* frame) : frame_(frame) {}
+  const int64_t* dims() const { return argument(argument_).dims; }  // of what is read next
+  float* in() { return static_cast<float*>(argument(argument_++).data); }
+  const int64_t* result_dims() const { return result(result_).dims; }
+  float* out() { return static_cast<float*>(result(result_++).data); }
+  int64_t attribute(const char* name) const {
+    for (int64_t n = 0; n < frame_->attrs.size; ++n) {
+      const XLA_FFI_ByteSpan& span = *frame_->attrs.names[n];
+      if (span.len == std::strlen(name) && std::memcmp(span.ptr, name, span.len) == 0)
+        return *static_cast<int64_t*>(static_cast<XLA_FFI_Scalar*>(frame_->attrs.attrs[n])->value);
+    }
+    std::abort();  // backend.py gives them all
+  }
+
+ private:
+  const XLA_FFI_Buffer& argument(int64_t n) const {
+    return *static_cast<XLA_FFI_Buffer*>(frame_->args.args[n]);
+  }
+  const XLA_FFI_Buffer& result(int64_t n) const {
+    return *static_cast<XLA_FFI_Buffer*>(frame_->rets.rets[n]);
+  }
+  const XLA_FFI_CallFrame* frame_;
+  int64_t argument_ = 0, result_ = 0;
+};
+
+inline int threads_of(const XLA_FFI_CallFrame* frame, const Reader& read) {
+  return std::min<int64_t>(read.attribute("threads"), pool_threads(frame));
+}
+
+// XLA asks once for the version of the interface.
+inline bool answers_metadata(XLA_FFI_CallFrame* frame) {
+  const auto* extension = frame->extension_start;  // whose type has had two names
+  if (extension == nullptr || extension->type != XLA_FFI_Extension_Metadata) return false;
+  XLA_FFI_Metadata* metadata =
+      reinterpret_cast<const XLA_FFI_Metadata_Extension*>(extension)->metadata;
+  metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+  metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+  return true;
+}
+
+}  // namespace

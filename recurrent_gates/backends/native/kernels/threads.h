@@ -1,0 +1,155 @@
+// Work shared among the threads that XLA has: in parts, or step by step.
+
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+
+#include "xla/ffi/api/c_api.h"
+
+namespace {
+
+struct Range {
+  int64_t begin, end;
+};
+
+inline Range part(int64_t count, int64_t rank, int64_t parts) {
+  return {count * rank / parts, count * (rank + 1) / parts};
+}
+
+// What runs on XLA's threads. A task that starts late finds the job alive, and nothing left to do.
+class Job {
+ public:
+  virtual ~Job() = default;
+  virtual void help() = 0;
+
+  static void task(void* data) {
+    std::unique_ptr<std::shared_ptr<Job>> job(static_cast<std::shared_ptr<Job>*>(data));
+    (*job)->help();
+  }
+  static void schedule(const XLA_FFI_CallFrame* frame, std::shared_ptr<Job> job) {
+    auto* data = new std::shared_ptr<Job>(std::move(job));
+    XLA_FFI_ThreadPool_Schedule_Args args{};
+    args.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
+    args.ctx = frame->ctx;
+    args.task = &Job::task;
+    args.data = data;
+    scheduling() = true;
+    if (frame->api->XLA_FFI_ThreadPool_Schedule(&args) != nullptr) delete data;
+    scheduling() = false;
+  }
+
+ protected:
+  // Whether this thread is handing over a task: a pool whose queue is full runs it there and then.
+  static bool& scheduling() {
+    static thread_local bool now = false;
+    return now;
+  }
+};
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+template <typename Done>
+void wait(Done done) {
+  for (int spins = 0; !done(); ++spins) {
+    if (spins < 4096) {
+      pause();
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
+
+// Parts that do not wait for each other: whoever comes takes the next.
+template <typename Run>
+class Parts : public Job {
+ public:
+  Parts(int parts, Run run) : parts_(parts), run_(run) {}
+  void help() override {
+    for (int n; (n = next_.fetch_add(1)) < parts_;) {
+      run_(n, parts_);
+      done_.fetch_add(1, std::memory_order_release);
+    }
+  }
+  void wait_for_all() {
+    wait([this] { return done_.load(std::memory_order_acquire) == parts_; });
+  }
+
+ private:
+  const int parts_;
+  Run run_;  // of part 1 of 2, ...; what it refers to outlives wait_for_all
+  std::atomic<int> next_{0}, done_{0};
+};
+
+template <typename Run>
+void in_parts(const XLA_FFI_CallFrame* frame, int threads, int parts, Run run) {
+  auto job = std::make_shared<Parts<Run>>(parts, run);
+  for (int n = 1; n < threads; ++n) Job::schedule(frame, job);
+  job->help();
+  job->wait_for_all();
+}
+
+// Threads that share each step, and wait for each other after it. One that comes late is let in at
+// the next step; nobody waits for one that XLA has no thread for.
+template <typename Run>
+class Team : public Job {
+ public:
+  Team(int64_t steps, Run run) : steps_(steps), run_(run) {}
+  void help() override {
+    if (scheduling()) return;  // it would wait for its own leader
+    const int rank = asked_.fetch_add(1);
+    uint64_t state = 0;
+    wait([&] {
+      state = state_.load(std::memory_order_acquire);
+      return size_of(state) > rank || turn_of(state) >= steps_;
+    });
+    while (turn_of(state) < steps_) {
+      run_(turn_of(state), rank, size_of(state));
+      arrived_.fetch_add(1, std::memory_order_release);
+      const uint64_t before = state;
+      wait([&] { return (state = state_.load(std::memory_order_acquire)) != before; });
+    }
+  }
+  void lead() {
+    for (int64_t turn = 0, size = 1; turn < steps_;) {
+      run_(turn, 0, int(size));
+      wait([&] { return arrived_.load(std::memory_order_acquire) == size - 1; });
+      arrived_.store(0, std::memory_order_relaxed);
+      ++turn;
+      size = asked_.load(std::memory_order_relaxed);
+      state_.store(uint64_t(turn) << 16 | uint64_t(size), std::memory_order_release);
+    }
+  }
+
+ private:
+  static int size_of(uint64_t state) { return state & 0xffff; }
+  static int64_t turn_of(uint64_t state) { return state >> 16; }
+  const int64_t steps_;
+  Run run_;  // of a step; what it refers to is read by members alone, whom the leader waits for
+  std::atomic<int> asked_{1}, arrived_{0};
+  std::atomic<uint64_t> state_{1};
+};
+
+template <typename Run>
+void in_team(const XLA_FFI_CallFrame* frame, int threads, int64_t steps, Run run) {
+  auto job = std::make_shared<Team<Run>>(steps, run);
+  for (int n = 1; n < threads; ++n) Job::schedule(frame, job);
+  job->lead();
+}
+
+inline int pool_threads(const XLA_FFI_CallFrame* frame) {
+  int64_t threads = 1;
+  XLA_FFI_ThreadPool_NumThreads_Args args{};
+  args.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE;
+  args.ctx = frame->ctx;
+  args.num_threads = &threads;
+  return frame->api->XLA_FFI_ThreadPool_NumThreads(&args) == nullptr ? int(threads) : 1;
+}
+
+}  // namespace

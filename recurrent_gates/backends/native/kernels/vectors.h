@@ -1,0 +1,154 @@
+// Vectors of as many floats as the processor has lanes, and the functions of them that cells take.
+//
+// Headers' names are a library's own: several libraries are loaded beside each other.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kAccumulators = 24;
+#elif defined(__AVX__)
+constexpr int kLanes = 8, kAccumulators = 12;
+#else
+constexpr int kLanes = 4, kAccumulators = 12;
+#endif
+constexpr int kPanel = 4;  // vectors of h_tm1 that one block of the backward product forms
+
+typedef float Vector __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+
+inline Vector zero() { return Vector{} * 0.0f; }
+inline Vector load(const float* p) { return *reinterpret_cast<const Vector*>(p); }
+inline void store(float* p, Vector v) { *reinterpret_cast<Vector*>(p) = v; }
+
+// The first n numbers alone, where a row ends within a vector.
+inline Vector load(const float* p, int n) {
+  if (n == kLanes) return load(p);
+  float part[kLanes] = {};
+  std::memcpy(part, p, n * sizeof(float));
+  return load(part);
+}
+inline void store(float* p, Vector v, int n) {
+  if (n == kLanes) return store(p, v);
+  float part[kLanes];
+  store(part, v);
+  std::memcpy(p, part, n * sizeof(float));
+}
+
+// Two vectors, of which the second is computed while the first waits for its results: a function
+// of one alone is a chain of operations, each of which takes several cycles.
+struct Pair {
+  Vector a, b;
+};
+inline Pair operator-(Pair x) { return {-x.a, -x.b}; }
+#define RG_OPERATOR(op)                                                          \
+  inline Pair operator op(Pair x, Pair y) { return {x.a op y.a, x.b op y.b}; }   \
+  inline Pair operator op(Pair x, float y) { return {x.a op y, x.b op y}; }      \
+  inline Pair operator op(float x, Pair y) { return {x op y.a, x op y.b}; }      \
+  inline Pair operator op(Pair x, Vector y) { return {x.a op y, x.b op y}; }     \
+  inline Pair operator op(Vector x, Pair y) { return {x op y.a, x op y.b}; }
+RG_OPERATOR(+)
+RG_OPERATOR(-)
+RG_OPERATOR(*)
+RG_OPERATOR(/)
+#undef RG_OPERATOR
+
+// A vector of one row, or a pair of two that lie some way apart.
+template <typename V, typename Lanes>
+inline V load_rows(const float* p, int64_t apart, Lanes n) {
+  if constexpr (sizeof(V) == sizeof(Pair)) {
+    return {load(p, n), load(p + apart, n)};
+  } else {
+    return load(p, n);
+  }
+}
+template <typename Lanes>
+inline void store_rows(float* p, int64_t, Vector v, Lanes n) {
+  store(p, v, n);
+}
+template <typename Lanes>
+inline void store_rows(float* p, int64_t apart, Pair v, Lanes n) {
+  store(p, v.a, n);
+  store(p + apart, v.b, n);
+}
+
+// What the functions below are made of, of a vector or a pair. NaN stays.
+inline Vector at_most(Vector x, float most) { return x > most ? zero() + most : x; }
+inline Vector at_least(Vector x, float least) { return x < least ? zero() + least : x; }
+inline Vector where_at_least(Vector x, float least, float then, Vector otherwise) {
+  return x >= least ? zero() + then : otherwise;
+}
+inline Vector where_at_most(Vector x, float most, float then, Vector otherwise) {
+  return x <= most ? zero() + then : otherwise;
+}
+// x times 2^n, for whole numbers n.
+inline Vector times_power_of_two(Vector x, Vector n) {
+  return x * (Vector)((__builtin_convertvector(n, Ints) + 127) << 23);
+}
+// -x where the last bit of `bits` is set.
+inline Vector negative_where_odd(Vector x, Vector bits) {
+  return (Vector)((Ints)x ^ ((Ints)bits << 31));
+}
+inline Pair at_most(Pair x, float most) { return {at_most(x.a, most), at_most(x.b, most)}; }
+inline Pair at_least(Pair x, float least) { return {at_least(x.a, least), at_least(x.b, least)}; }
+inline Pair where_at_least(Pair x, float least, float then, Pair otherwise) {
+  return {where_at_least(x.a, least, then, otherwise.a),
+          where_at_least(x.b, least, then, otherwise.b)};
+}
+inline Pair where_at_most(Pair x, float most, float then, Pair otherwise) {
+  return {where_at_most(x.a, most, then, otherwise.a), where_at_most(x.b, most, then, otherwise.b)};
+}
+inline Pair times_power_of_two(Pair x, Pair n) {
+  return {times_power_of_two(x.a, n.a), times_power_of_two(x.b, n.b)};
+}
+inline Pair negative_where_odd(Pair x, Pair bits) {
+  return {negative_where_odd(x.a, bits.a), negative_where_odd(x.b, bits.b)};
+}
+
+// kShift + x is kShift + the nearest whole number, and its last bit whether that is odd; for
+// |x| < 2^22.
+constexpr float kShift = 12582912.0f;  // 1.5 * 2^23
+
+// e^x to 2e-7, by 2^n times a polynomial of the rest.
+template <typename V>
+inline V exponential(V x) {
+  x = at_least(at_most(x, 88.0f), -87.0f);
+  const V n = (x * 1.44269504f + kShift) - kShift;
+  const V f = (x - n * 0.693145752f) - n * 1.42860677e-6f;
+  V p = f * 1.39316e-3f + 8.33330e-3f;
+  p = p * f + 4.16667e-2f;
+  p = p * f + 0.166666657f;
+  p = p * f + 0.5f;
+  p = p * f * f + f + 1.0f;
+  return times_power_of_two(p, n);
+}
+
+template <typename V>
+inline V sigmoid(V x) {
+  return 1.0f / (1.0f + exponential(-x));
+}
+
+// tanh to 2e-7 of its value, x P(x^2) / Q(x^2): minimax on [-9, 9]. Beyond it is 1 exactly, so that
+// no gradient is left, however large what it is multiplied by.
+template <typename V>
+inline V hyperbolic_tangent(V unbounded) {
+  const V x = at_least(at_most(unbounded, 9.0f), -9.0f), z = x * x;
+  V p = z * -1.2246287e-11f + 3.0642589e-08f;
+  p = p * z + 2.8031338e-05f;
+  p = p * z + 3.8695093e-03f;
+  p = p * z + 0.13680857f;
+  p = p * z + 1.0f;
+  V q = z * 1.2890370e-06f + 3.9407157e-04f;
+  q = q * z + 2.7250161e-02f;
+  q = q * z + 0.47014189f;
+  q = q * z + 1.0f;
+  V y = at_least(at_most(x * p / q, 1.0f), -1.0f);
+  y = where_at_least(unbounded, 9.0f, 1.0f, y);
+  return where_at_most(unbounded, -9.0f, -1.0f, y);
+}
+
+}  // namespace

@@ -54,18 +54,24 @@ SIZES = {
 }
 # As much work as threads of a GATO share, whose products are cheap.
 LARGE = {"many_examples": (40, (64,), 30, 40), "many_units": (40, (9,), 30, 230)}
+FNS = functools.partial(rg.Detach, 0.5), functools.partial(rg.Damp, 0.25)
 HOW = {
     "plain": {},
     "reverse": {"reverse": True},
     "carries": {"return_carries": "all"},
-    "detach": {"carry_fns": (functools.partial(rg.Detach, 0.5), functools.partial(rg.Damp, 0.25))},
+    "detach": {"carry_fns": FNS},
     "chunks": {"remat": 2, "reverse": True},
+    "valid": {"masks": ("valid",), "return_carries": "all"},
+    "resets": {"masks": ("resets",)},
+    "both": {"masks": ("valid", "resets"), "reverse": True, "carry_fns": FNS},
 }
 # Every cell in every form once, at sizes by turns, and what is most of a program at each size.
 CASES = [
     (cell, how, list(SIZES)[number % len(SIZES)])
     for number, (cell, how) in enumerate(itertools.product(CELLS, HOW))
+    if not (cell.startswith("gato") and "masks" in HOW[how])
 ] + [(cell, "detach", size) for cell, size in itertools.product(("lstm", "gru", "gato1"), SIZES)]
+CASES += [(cell, "both", size) for cell, size in itertools.product(("lstm", "gru"), SIZES)]
 
 
 @pytest.fixture(autouse=True)
@@ -84,15 +90,20 @@ def arrays(make, size):
     return cell, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), values)
 
 
-def everything(cell, backend, carry_fns=(), **how):
+def everything(cell, backend, carry_fns=(), masks=(), **how):
     """The carry, the outputs and all gradients of a sum that reads each of them differently.
 
-    Carry functions are given without their field: they act on what feeds back.
+    Carry functions are given without their field: they act on what feeds back. Masks are of half
+    of all steps; a reset takes a carry that depends on the first one.
     """
     field = "r" if isinstance(cell, rg.GATO) else "h"
     how["carry_fns"] = tuple(fn(field=field) for fn in carry_fns)
 
     def loss(params, xs, carry):
+        for n, name in enumerate(masks):
+            shape = jax.tree.leaves(xs)[0].shape[:-1]
+            how[name] = np.random.default_rng(n).random(shape) < 0.5
+            how["reset_carry"] = jax.tree.map(lambda leaf: jnp.cos(3 * leaf), carry)
         out = rg.unroll(cell, params, xs, carry, key=jax.random.key(7), backend=backend, **how)
         leaves = jax.tree.leaves(out)
         return sum(jnp.sum(jnp.sin(leaf * (n + 1))) for n, leaf in enumerate(leaves)), out
@@ -121,9 +132,10 @@ def test_kernels_are_the_scan(name, how, size):
 )
 def test_threads_change_no_bit(name, size, monkeypatch):
     cell, values = arrays(CELLS[name], size)
-    shared = everything(cell, "native")(*values)
+    masks = () if name.startswith("gato") else ("valid", "resets")
+    shared = everything(cell, "native", masks=masks)(*values)
     monkeypatch.setattr(target, "cores", lambda: 1)
-    assert_identical(everything(cell, "native")(*values), shared)
+    assert_identical(everything(cell, "native", masks=masks)(*values), shared)
 
 
 def test_many_calls_at_once_end():
@@ -196,7 +208,8 @@ def test_no_gradient_is_left_where_tanh_is_saturated(pre):
 @pytest.mark.parametrize("name", ["lstm", "ur_lstm", "gru", "janet", "gato1", "gato1_emits_s"])
 def test_vmap_runs_the_portable_form(name):
     cell, (params, xs, carry) = arrays(CELLS[name], "small")
-    run = everything(cell, "native", HOW["detach"]["carry_fns"], return_carries="all")
+    masks = () if name.startswith("gato") else ("valid", "resets")
+    run = everything(cell, "native", FNS, masks, return_carries="all")
     lanes = jnp.stack([xs, 2 * xs])
     mapped = jax.jit(jax.vmap(run, in_axes=(None, 0, None)))
     assert "custom_call @recurrent_gates" not in mapped.lower(params, lanes, carry).as_text()
@@ -350,8 +363,8 @@ REFUSED = {
     "a_list": (loop(rg.LSTM(4), copies=1), "one array"),
     "no_width": (loop(rg.LSTM(4)).replace(xs=jnp.zeros((5, 2, 0))), "some width"),
     "damping_by_unit": (loop(rg.LSTM(4), (rg.Damp(jnp.full(4, 0.5)),)), "Detach and Damp of h"),
-    "masks": (loop(rg.LSTM(4), stream=Stream(valid=MASK)), "masks and resets"),
-    "resets": (loop(rg.LSTM(4), stream=Stream(resets=MASK)), "masks and resets"),
+    "masks": (loop(gato1(), stream=Stream(valid=MASK)), "masks and resets"),
+    "resets": (loop(gato1(), stream=Stream(resets=MASK)), "masks and resets"),
     "zoneout": (loop(rg.LSTM(4), (rg.Zoneout(0.5),)), "Detach and Damp of h"),
     "by_example": (loop(rg.LSTM(4), (rg.Detach(0.5, per_example=True),)), "Detach and Damp of h"),
     "detached_c": (loop(rg.LSTM(4), (rg.Detach(0.5, field="c"),)), "Detach and Damp of h"),

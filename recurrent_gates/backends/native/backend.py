@@ -27,19 +27,23 @@ class _Served(NamedTuple):
       name: theirs, in ``library.CELLS``.
       slots: how many pre-activations a unit has.
       field: of the carry, what feeds back.
+      masks: whether they know masks and resets.
     """
 
     name: str
     slots: int
     field: str
+    masks: bool
 
 
 def _served(cell: Cell) -> _Served | None:
     """What is known of a cell; None if it has no kernels."""
     if gato.has_kernels(cell):
-        return _Served(gato.NAME, len(gato.SLOTS), "r")
+        return _Served(gato.NAME, len(gato.SLOTS), "r", masks=False)
     kernels = gated.kernels(cell)
-    return None if kernels is None else _Served(kernels.name, len(kernels.slots), "h")
+    if kernels is None:
+        return None
+    return _Served(kernels.name, len(kernels.slots), "h", masks=True)
 
 
 def unsupported(loop: Loop) -> str | None:
@@ -62,8 +66,9 @@ def unsupported(loop: Loop) -> str | None:
         return "kernels compute in float32."
     if getattr(cell, "dtype", None) not in (None, jnp.dtype(jnp.float32)):
         return "kernels compute in float32."
-    if loop.stream.valid is not None or loop.stream.resets is not None:
-        return "kernels know no masks and resets."
+    masked = loop.stream.valid is not None or loop.stream.resets is not None
+    if masked and not served.masks:
+        return f"kernels of {type(cell).__name__} know no masks and resets."
     if not all(
         _scales(fn, noise, served.field)
         for fn, noise in zip(loop.carry_fns, loop.stream.noise, strict=True)
@@ -121,5 +126,13 @@ def _of_rows(loop: Loop) -> Loop:
     carry, reset = jax.tree.map(
         lambda x: x.reshape(rows, x.shape[axes]), (loop.carry, loop.reset_carry)
     )
-    settings = loop.settings._replace(batch_dims=1)
-    return loop.replace(settings=settings, xs=xs, carry=carry, reset_carry=reset)
+    valid, resets = jax.tree.map(
+        lambda x: x.reshape(loop.steps, rows), (loop.stream.valid, loop.stream.resets)
+    )
+    return loop.replace(
+        settings=loop.settings._replace(batch_dims=1),
+        xs=xs,
+        carry=carry,
+        reset_carry=reset,
+        stream=loop.stream._replace(valid=valid, resets=resets),
+    )

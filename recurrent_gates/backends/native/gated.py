@@ -24,6 +24,7 @@ from recurrent_gates.backends.native.kernel import (
     LANES,
     ROWS,
     Kernel,
+    Masks,
     Scale,
     gradient_scale,
     packed,
@@ -36,7 +37,7 @@ from recurrent_gates.base import Cell, HiddenState, SlotCell
 from recurrent_gates.cells import GRU, JANET, LSTM, LSTMState
 from recurrent_gates.declared import Carry, Weights
 from recurrent_gates.gates import Gate
-from recurrent_gates.scan import Loop, Segment, Stream
+from recurrent_gates.scan import Loop, Segment, with_zeros
 
 # From so many inputs their product of all steps at once, which goes through memory, costs less.
 _FEW_INPUTS = 128
@@ -83,7 +84,8 @@ def kernels(cell: Cell) -> Kernels | None:
 def segment(loop: Loop) -> Segment:
     """A stretch of time of a loop with one axis for the batch."""
     last, hs, cs = _recurrence(loop)
-    return Segment(last, hs, _carry(hs, cs) if loop.settings.keep_carries else None)
+    ys = with_zeros(loop.stream.valid, hs)
+    return Segment(last, ys, _carry(hs, cs) if loop.settings.keep_carries else None)
 
 
 def _carry(h: jax.Array, c: jax.Array | None) -> Carry:
@@ -124,7 +126,7 @@ def _backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
     kernel = jnp.concatenate([params["kernel"][slot] for slot in slots], axis=-1)
     d_xs = d.z @ kernel.T
 
-    def paired(params: Any, xs: jax.Array, carry: Carry) -> jax.Array:
+    def paired(params: Any, xs: jax.Array, carry: Carry, reset_carry: Carry) -> jax.Array:
         """The linear function whose gradient is asked for, also where a shard_map adds it up."""
         pairs = [(xs, d_xs), (_biases(cell, slots, params), of_weights.bias)]
         for slot, d_kernel, d_weight in zip(
@@ -135,14 +137,18 @@ def _backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
         if of_weights.own_bias is not None and slots[-1] in params.get("recurrent_bias", {}):
             pairs.append((params["recurrent_bias"][slots[-1]], of_weights.own_bias))
         pairs += zip(jax.tree.leaves(carry), jax.tree.leaves(d.carry), strict=True)
+        if d.reset_carry is not None:
+            both = jax.tree.leaves(reset_carry), jax.tree.leaves(d.reset_carry)
+            pairs += zip(*both, strict=True)
         return jnp.sum(jnp.stack([jnp.sum(a * b) for a, b in pairs]))
 
-    d_params, d_xs, d_carry = jax.grad(paired, (0, 1, 2))(params, loop.xs, loop.carry)
+    read = params, loop.xs, loop.carry, loop.reset_carry
+    d_params, d_xs, d_carry, d_reset = jax.grad(paired, (0, 1, 2, 3))(*read)
     d_loop = loop.replace(
         params=d_params,
         xs=d_xs,
         carry=d_carry,
-        reset_carry=jax.tree.map(jnp.zeros_like, loop.reset_carry),
+        reset_carry=d_reset,
         carry_fns=None,
         stream=None,
     )
@@ -195,11 +201,15 @@ class Outputs(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """What a backward pass makes: the cotangents of ``Outputs``' z and own, and of the carry."""
+    """What a backward pass makes: the cotangents of ``Outputs``' z and own, and of the carries.
+
+    That of the carry which a reset takes is None where there are no resets.
+    """
 
     z: jax.Array
     own: jax.Array | None
     carry: Carry
+    reset_carry: Carry | None
 
 
 class Gradients(NamedTuple):
@@ -232,7 +242,7 @@ class _Gated(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class Forward(_Gated):
-    """(params, xs, carry) -> ``Outputs``, flattened.
+    """(params, xs, carry, masks) -> ``Outputs``, flattened.
 
     Attributes:
       keep: whether a backward pass follows.
@@ -244,7 +254,7 @@ class Forward(_Gated):
 
     @staticmethod
     def of(loop: Loop, *, keep: bool) -> Outputs:
-        leaves, tree = jax.tree.flatten((loop.params, loop.xs, loop.carry))
+        leaves, tree = jax.tree.flatten((loop.params, loop.xs, loop.carry, Masks.of(loop)))
         settings = loop.settings
         all_cs = keep or settings.keep_carries
         operation = Forward(settings.cell, tree, settings.reverse, threads(), keep, all_cs)
@@ -257,7 +267,7 @@ class Forward(_Gated):
         return Outputs(hs, cs, *rest)
 
     def native(self, *leaves: jax.Array) -> list[jax.Array]:
-        params, xs, carry = jax.tree.unflatten(self.tree, leaves)
+        params, xs, carry, masks = jax.tree.unflatten(self.tree, leaves)
         assert isinstance(self.cell, SlotCell)
         _, slots, apart = self.kernels
         steps, rows, inputs = xs.shape
@@ -274,7 +284,7 @@ class Forward(_Gated):
             operands.append(own.get(slots[-1], jnp.zeros((features,), jnp.float32)))
         operands += [params["recurrent_kernel"][slot] for slot in slots]
         operands += [carry.c] if self.has_c else []
-        operands.append(carry.h)
+        operands += [carry.h, *masks.flags, *jax.tree.leaves(masks.reset_carry)]
         state = steps, rows, features
         shapes: list[tuple[int, ...]] = []
         if self.keep:
@@ -283,10 +293,14 @@ class Forward(_Gated):
         shapes.append(state)
         if self.has_c:
             shapes.append(state if self.all_cs else (1, rows, features))
+        made = len(shapes)
+        if masks.resets is not None:  # the carry that a step reads, by turns
+            shapes.append((1 + self.has_c, 2, rows, features))
         shapes.append((packed(features) * len(slots) * (features + inputs * project),))
         aliases = {0: 0} if self.keep and not project else None
-        out = self._call("forward", shapes, operands, aliases, keep=self.keep, project=project)
-        return [*out[kept:], *out[:kept]]
+        how = {"keep": self.keep, "project": project, "masks": masks.kind}
+        out = self._call("forward", shapes, operands, aliases, **how)
+        return [*out[kept:made], *out[:kept]]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:
         loop = self._loop(*jax.tree.unflatten(self.tree, leaves))
@@ -305,7 +319,7 @@ class Forward(_Gated):
 
 @dataclasses.dataclass(frozen=True)
 class Backward(_Gated):
-    """(weights by slot, scale, initial carry, carries, z, own, cotangents) -> ``Cotangents``.
+    """(weights by slot, scale, initial carry, ``Outputs``, cotangents, masks) -> ``Cotangents``.
 
     Attributes:
       all_cs: whether c of all steps has a cotangent.
@@ -318,73 +332,66 @@ class Backward(_Gated):
         loop: Loop, out: Outputs, d_last: Carry, d_hs: jax.Array, d_cs: jax.Array | None
     ) -> Cotangents:
         weights = {slot: loop.params["recurrent_kernel"][slot] for slot in _kernels_of(loop).slots}
-        carries = _carry(out.hs, out.cs)
-        read = (
-            weights,
-            gradient_scale(loop),
-            loop.carry,
-            carries,
-            out.z,
-            out.own,
-            d_last,
-            d_hs,
-            d_cs,
-        )
+        scale, masks = gradient_scale(loop), Masks.of(loop)
+        read = weights, scale, loop.carry, out, (d_last, d_hs, d_cs), masks
         leaves, tree = jax.tree.flatten(read)
         cell, reverse = loop.settings.cell, loop.settings.reverse
         operation = Backward(cell, tree, reverse, threads(), d_cs is not None)
         arrays = switch.run(operation, *leaves)
-        own = arrays[1] if operation.kernels.apart else None
-        return Cotangents(arrays[0], own, type(loop.carry)(*arrays[1 + operation.kernels.apart :]))
+        d_z, *rest = arrays
+        own = rest.pop(0) if operation.kernels.apart else None
+        of_carry, of_reset = rest[: len(loop.carry)], rest[len(loop.carry) :]
+        kind = type(loop.carry)
+        return Cotangents(d_z, own, kind(*of_carry), kind(*of_reset) if of_reset else None)
 
     def native(self, *leaves: jax.Array) -> list[jax.Array]:
-        weights, scale, carry, carries, z, own, d_last, d_hs, d_cs = jax.tree.unflatten(
-            self.tree, leaves
-        )
+        weights, scale, carry, out, cotangents, masks = jax.tree.unflatten(self.tree, leaves)
+        d_last, d_hs, d_cs = cotangents
         _, slots, apart = self.kernels
-        operands = [z, *([own] if apart else []), *(weights[slot] for slot in slots), scale]
-        operands += [carry.c, carries.c, d_last.c] if self.has_c else [carry.h, carries.h]
+        operands = [out.z, *([out.own] if apart else []), *(weights[slot] for slot in slots), scale]
+        operands += [carry.c, out.cs, d_last.c] if self.has_c else [carry.h, out.hs]
         operands += [d_last.h, d_hs, *([d_cs] if self.all_cs else [])]
+        operands += [*masks.flags, *jax.tree.leaves(masks.reset_carry)]
         features = carry.h.shape[-1]
-        shapes = [z.shape, *[carries.h.shape] * apart, *[carry.h.shape] * (1 + self.has_c)]
+        shapes = [out.z.shape, *[out.hs.shape] * apart]
+        shapes += [carry.h.shape] * len(carry) * (1 if masks.resets is None else 2)
         shapes.append((packed(features) * len(slots) * features,))
         aliases = {number: number for number in range(1 + apart)}
-        return [*self._call("backward", shapes, operands, aliases, keep=self.all_cs)]
+        how = {"keep": self.all_cs, "masks": masks.kind}
+        return [*self._call("backward", shapes, operands, aliases, **how)]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:
-        weights, scale, carry, carries, z, own, d_last, d_hs, d_cs = jax.tree.unflatten(
-            self.tree, leaves
-        )
+        weights, scale, carry, out, cotangents, masks = jax.tree.unflatten(self.tree, leaves)
+        d_last, d_hs, d_cs = cotangents
         _, slots, apart = self.kernels
-        sides = dict(zip(slots, jnp.split(z, len(slots), axis=-1), strict=True))
+        sides = dict(zip(slots, jnp.split(out.z, len(slots), axis=-1), strict=True))
         inputs = dict(sides)
         if apart:
             inputs[f"{slots[-1]}_input"] = inputs.pop(slots[-1])
-            sides[slots[-1]] = own
-        loop = self._loop(Weights(weights, {}, {}), inputs, carry)
-        stream = Stream(noise=(scale,))
-        loop = loop.replace(carry_fns=(Scale(0.0),), stream=stream)
+            sides[slots[-1]] = out.own
+        loop = self._loop(Weights(weights, {}, {}), inputs, carry, masks)
+        loop = loop.replace(carry_fns=(Scale(0.0),), stream=masks.stream((scale,)))
         d_carries = _carry(d_hs, None)
         if self.has_c:
             d_carries = _carry(d_hs, jnp.zeros_like(d_hs) if d_cs is None else d_cs)
-        d_carry, _, d_pre, d_apart = fused.run_back(
-            residuals(loop, carries, sides), loop.params, (d_last, d_carries)
-        )
+        read = residuals(loop, _carry(out.hs, out.cs), sides)
+        d_carry, d_reset, d_pre, d_apart = fused.run_back(read, loop.params, (d_last, d_carries))
         d_sides = {**d_pre}
         d_own = [d_sides[slots[-1]]] * apart
         if apart:
             d_sides[slots[-1]] = d_apart[f"{slots[-1]}_input"]
         d_z = jnp.concatenate([d_sides[slot] for slot in slots], axis=-1)
-        return [d_z, *d_own, *d_carry]
+        return [d_z, *d_own, *d_carry, *([] if masks.resets is None else d_reset)]
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightGradients(_Gated):
-    """(xs, initial h, h of all steps, cotangents of z and own) -> ``Gradients``, flattened."""
+    """(xs, initial h, h of all steps, cotangents of z and own, masks) -> ``Gradients``."""
 
     @staticmethod
     def of(loop: Loop, out: Outputs, d: Cotangents) -> Gradients:
-        leaves, tree = jax.tree.flatten((loop.xs, loop.carry.h, out.hs, d.z, d.own))
+        masks = Masks.of(loop)._replace(valid=None)  # cotangents of other steps are zero
+        leaves, tree = jax.tree.flatten((loop.xs, loop.carry.h, out.hs, d.z, d.own, masks))
         settings = loop.settings
         operation = WeightGradients(settings.cell, tree, settings.reverse, threads())
         arrays = switch.run(operation, *leaves)
@@ -394,20 +401,23 @@ class WeightGradients(_Gated):
         return Gradients(kernels, weights, arrays[2 * count], own_bias)
 
     def native(self, *leaves: jax.Array) -> list[jax.Array]:
-        xs, h, _, d_z, _ = jax.tree.unflatten(self.tree, leaves)
+        xs, h, hs, d_z, d_own, masks = jax.tree.unflatten(self.tree, leaves)
         _, slots, apart = self.kernels
         inputs, features, count = xs.shape[-1], h.shape[-1], len(slots)
-        del d_z
+        operands = [xs, h, hs, d_z, *([d_own] if apart else []), *masks.flags]
+        operands += [] if masks.resets is None else [masks.reset_carry.h]
         shapes: list[tuple[int, ...]] = [(inputs, features)] * count
         shapes += [(features, features)] * count
         shapes += [(count, features), *[(features,)] * apart]
         shapes.append((self.threads * ROWS * (inputs + features + 5 * LANES),))
-        return [*self._call("gradients", shapes, leaves)]
+        return [*self._call("gradients", shapes, operands, masks=masks.kind)]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:
-        xs, h, hs, d_z, d_own = jax.tree.unflatten(self.tree, leaves)
+        xs, h, hs, d_z, d_own, masks = jax.tree.unflatten(self.tree, leaves)
         count = len(self.kernels.slots)
         before = shifted(h, hs, self.reverse)
+        if masks.resets is not None:
+            before = jnp.where(masks.resets[..., None], masks.reset_carry.h[None], before)
         d_inputs = jnp.split(d_z, count, axis=-1)
         d_products = [*d_inputs[:-1], d_inputs[-1] if d_own is None else d_own]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +25,52 @@ from recurrent_gates.carry import (
     stop_gradient_where,
 )
 from recurrent_gates.declared import Carry
-from recurrent_gates.scan import Loop, Settings
+from recurrent_gates.scan import Loop, Settings, Stream
 
 # For the kernels' own copies of weights and rows: no vector is wider, no chunk of rows longer.
 LANES = 16
 ROWS = 192
+
+
+class Masks(NamedTuple):
+    """Which steps of a loop keep the carry, and which first take another.
+
+    Attributes:
+      valid: bool ``[T, B]``, or None for all.
+      resets: bool ``[T, B]``, or None for none.
+      reset_carry: the carry that a reset takes; None where there are no resets.
+    """
+
+    valid: jax.Array | None
+    resets: jax.Array | None
+    reset_carry: Carry | None
+
+    @classmethod
+    def of(cls, loop: Loop) -> Masks:
+        resets = loop.stream.resets
+        return cls(loop.stream.valid, resets, None if resets is None else loop.reset_carry)
+
+    @property
+    def kind(self) -> int:
+        """0: none; 1: flags by row; 2: flags and the carry of resets."""
+        return 2 if self.resets is not None else int(self.valid is not None)
+
+    @property
+    def flags(self) -> list[jax.Array]:
+        """By row 1 where it is not valid, plus 2 where it is reset; none for none."""
+        flags = []
+        if self.valid is not None:
+            flags.append(1 - self.valid.astype(jnp.int32))
+        if self.resets is not None:
+            flags.append(2 * self.resets.astype(jnp.int32))
+        return [functools.reduce(jnp.add, flags)] if flags else []
+
+    def stream(self, noise: tuple[jax.Array, ...] = ()) -> Stream:
+        """For the portable form."""
+        return Stream(self.valid, self.resets, noise)
+
+
+NO_MASKS = Masks(None, None, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +100,7 @@ class Kernel:
         shapes: Sequence[tuple[int, ...]],
         operands: Sequence[jax.Array],
         aliases: dict[int, int] | None = None,
-        **attributes: bool,
+        **attributes: int,
     ) -> Sequence[jax.Array]:
         """Runs a kernel; the last of its results is memory that it works in."""
         results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
@@ -68,10 +110,11 @@ class Kernel:
         numbers = {"reverse": self.reverse, "threads": self.threads, **attributes}
         return call(*operands, **{name: np.int64(n) for name, n in numbers.items()})[:-1]
 
-    def _loop(self, params: Any, xs: Any, carry: Carry) -> Loop:
+    def _loop(self, params: Any, xs: Any, carry: Carry, masks: Masks = NO_MASKS) -> Loop:
         """The loop in JAX, for the portable form."""
         settings = Settings(self.cell, batch_dims=1, reverse=self.reverse)
-        return Loop(settings, params, xs, carry, carry)
+        reset_carry = carry if masks.reset_carry is None else masks.reset_carry
+        return Loop(settings, params, xs, carry, reset_carry, (), masks.stream())
 
 
 def threads() -> int:

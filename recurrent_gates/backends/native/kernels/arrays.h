@@ -28,12 +28,21 @@ struct Arrays {
   float *hs, *cs;
   int64_t cs_steps;  // of cs: all, or 1, which then holds the last
   float* packed;
+  // By row: kInvalid where a step keeps the carry, kReset where it first takes c_reset and h_reset.
+  // Null: none. The carry that a step reads is then in c_in and h_in, [2, B, F], by turns.
+  const int32_t* flags;
+  const float *c_reset, *h_reset;  // null: no resets
+  float *c_in, *h_in, *d_c_reset, *d_h_reset;
   // Backward: cotangents take the place of z and own, or stand elsewhere.
   const float *scale, *hs_read, *cs_read, *d_hs, *d_cs, *d_c_T, *d_h_T;
   Slot d_z[kMostSlots], d_own;
   float *d_c, *d_h;
   // Gradients of the weights.
   float *d_kernels[kMostSlots], *d_weights[kMostSlots], *d_bias, *d_own_bias;
+
+  enum { kInvalid = 1, kReset = 2 };
+  bool invalid(int64_t row) const { return flags != nullptr && (flags[row] & kInvalid); }
+  bool resets(int64_t row) const { return h_reset != nullptr && (flags[row] & kReset); }
 
   int64_t row(int64_t t, int64_t b) const { return t * batch + b; }
   int64_t time(int64_t step) const { return reverse ? steps - 1 - step : step; }

@@ -19,6 +19,9 @@ class Reader {
   explicit Reader(const XLA_FFI_CallFrame* frame) : frame_(frame) {}
   const int64_t* dims() const { return argument(argument_).dims; }  // of what is read next
   float* in() { return static_cast<float*>(argument(argument_++).data); }
+  const int32_t* whole_numbers() {
+    return static_cast<const int32_t*>(argument(argument_++).data);
+  }
   const int64_t* result_dims() const { return result(result_).dims; }
   float* out() { return static_cast<float*>(result(result_++).data); }
   int64_t attribute(const char* name) const {

@@ -6,6 +6,9 @@
 //           then that of h_tm1, a product with the transposed weights. The weights' own gradients
 //           are formed outside, of all steps at once.
 //
+// A step of an example that is not valid keeps its carry, and is not computed where its whole block
+// is not valid; one that is reset reads another carry, which the step before it leaves for it.
+//
 // Weights are packed once a call, in the order in which they are read. Threads share the batch, and
 // then never wait for each other, or the units, and then do at every step; see `split`.
 // Everything is [T, B, F]: time, batch, features.
@@ -213,8 +216,9 @@ struct Forward {
   }
 
   template <int rows>
-  void block(int64_t t, const float* h_tm1, const float* c_tm1, float* c_t, int64_t b,
+  void block(int64_t step, const float* h_tm1, const float* c_tm1, float* c_t, int64_t b,
              int64_t block) const {
+    const int64_t t = a.time(step);
     const int64_t F = a.features, D = a.inputs, at = block * kLanes;
     const int n = std::min<int64_t>(kLanes, F - at);
     Vector sums[rows][kSums];
@@ -229,15 +233,18 @@ struct Forward {
         if (D == 0 && !own) sums[m][g] += load(a.z[slot].at(a.row(t, b + m)) + at, n);
       }
     }
-    const float* weights = a.packed + block * block_size();
-    multiply<rows, true>(a.xs + a.row(t, b) * D, D, weights, sums);
-    multiply<rows, false>(h_tm1 + b * F, F, weights + D * G * kLanes, sums);
+    if (any_valid(a.row(t, b), rows)) {
+      const float* weights = a.packed + block * block_size();
+      multiply<rows, true>(a.xs + a.row(t, b) * D, D, weights, sums);
+      multiply<rows, false>(h_tm1 + b * F, F, weights + D * G * kLanes, sums);
+    }
     for (int m = 0; m < rows; ++m) {
       const int64_t row = a.row(t, b + m), state = (b + m) * F + at;
-      Vector c = Cell::has_c ? load(c_tm1 + state, n) : zero(), h_t;
-      Cell::forward(sums[m], sums[m][kSums - 1], load(h_tm1 + state, n), c, h_t);
+      Vector c = Cell::has_c ? load(c_tm1 + state, n) : zero(), h_t = load(h_tm1 + state, n);
+      if (!a.invalid(row)) Cell::forward(sums[m], sums[m][kSums - 1], h_t, c, h_t);
       if (Cell::has_c) store(c_t + state, c, n);
       store(a.hs + row * F + at, h_t, n);
+      if (a.h_reset != nullptr && step + 1 < a.steps) leave(step + 1, b + m, at, n, c, h_t);
       if (!keep) continue;
       for (int g = 0; g < G; ++g) {
         const int sum = Cell::apart && g == G - 1 ? G : g;
@@ -245,6 +252,31 @@ struct Forward {
       }
       if (Cell::apart) store(a.own.at(row) + at, sums[m][G - 1], n);
     }
+  }
+
+  bool any_valid(int64_t row, int rows) const {
+    for (int m = 0; m < rows; ++m)
+      if (!a.invalid(row + m)) return true;
+    return false;
+  }
+
+  // For a later step, the carry that it reads.
+  void leave(int64_t step, int64_t b, int64_t at, int n, Vector c, Vector h) const {
+    const int64_t state = b * a.features + at, here = step % 2 * a.batch * a.features + state;
+    if (a.resets(a.row(a.time(step), b))) {
+      h = load(a.h_reset + state, n);
+      if (Cell::has_c) c = load(a.c_reset + state, n);
+    }
+    store(a.h_in + here, h, n);
+    if (Cell::has_c) store(a.c_in + here, c, n);
+  }
+  void leave_first() const {
+    for (int64_t b = 0; b < a.batch; ++b)
+      for (int64_t block = 0; block < blocks(); ++block) {
+        const int64_t at = block * kLanes, state = b * a.features + at;
+        const int n = std::min<int64_t>(kLanes, a.features - at);
+        leave(0, b, at, n, Cell::has_c ? load(a.c_0 + state, n) : zero(), load(a.h_0 + state, n));
+      }
   }
 
   void step(int64_t step, const Blocks& rows, Range of_rows, Range blocks) const {
@@ -256,10 +288,14 @@ struct Forward {
     if (Cell::has_c && step != 0) {
       c_tm1 = a.cs_steps == a.steps ? a.cs + a.row(before, 0) * a.features : a.cs;
     }
+    if (a.h_reset != nullptr) {
+      h_tm1 = a.h_in + step % 2 * a.batch * a.features;
+      c_tm1 = a.c_in + step % 2 * a.batch * a.features;
+    }
     for (int64_t n = blocks.begin; n < blocks.end; ++n)
       rows.each(of_rows, [&](int64_t b, int count) {
         with_rows<kRows>(count, [&](auto known) {
-          block<decltype(known)::value>(t, h_tm1, c_tm1, c_t, b, n);
+          block<decltype(known)::value>(step, h_tm1, c_tm1, c_t, b, n);
         });
       });
   }
@@ -269,6 +305,7 @@ struct Forward {
     const Blocks rows(a.batch, kRows, how == Split::kRows ? threads : 1);
     const Range all_rows{0, rows.count}, all_blocks{0, blocks()};
     const auto pack_part = [this](int n, int parts) { pack(part(blocks(), n, parts)); };
+    if (a.h_reset != nullptr) leave_first();
     switch (how) {
       case Split::kAlone:
         pack(all_blocks);
@@ -346,13 +383,23 @@ struct Backward {
         }
         if (Cell::has_c) {
           c = load(a.cs_read + here, n);
-          c_tm1 = load(step == 0 ? a.c_0 + state : a.cs_read + a.row(before, b) * F + at, n);
+          const float* from = step == 0 ? a.c_0 + state : a.cs_read + a.row(before, b) * F + at;
+          c_tm1 = load(a.resets(row) ? a.c_reset + state : from, n);
           d_c = load(a.d_c + state, n);
           if (a.d_cs != nullptr) d_c += load(a.d_cs + here, n);
         } else {
-          h_tm1 = load(step == 0 ? a.h_0 + state : a.hs_read + a.row(before, b) * F + at, n);
+          const float* from = step == 0 ? a.h_0 + state : a.hs_read + a.row(before, b) * F + at;
+          h_tm1 = load(a.resets(row) ? a.h_reset + state : from, n);
         }
-        Cell::backward(pre, z_u, h_tm1, c_tm1, c, d_c, d_h, d_pre, d_z_u);
+        if (a.invalid(row)) {  // the carry is that of before: what reaches it passes by
+          std::fill_n(d_pre, G, zero());
+        } else {
+          Cell::backward(pre, z_u, h_tm1, c_tm1, c, d_c, d_h, d_pre, d_z_u);
+        }
+        if (Cell::has_c && a.resets(row)) {
+          store(a.d_c_reset + state, load(a.d_c_reset + state, n) + d_c, n);
+          d_c = zero();
+        }
         if (Cell::apart) {
           store(a.d_own.at(row) + at, d_pre[G - 1], n);
           d_pre[G - 1] = d_z_u;
@@ -389,8 +436,20 @@ struct Backward {
       for (int j = 0; j < wide; ++j) {
         const int n = std::min<int64_t>(kLanes, F - at - j * kLanes);
         float* out = a.d_h + (b + m) * F + at + j * kLanes;
-        store(out, scale * (load(out, n) + sum[m][j]), n);
+        const float passes = a.invalid(a.row(t, b + m)) ? 1.0f : scale;
+        store(out, passes * (load(out, n) + sum[m][j]), n);
       }
+    for (int m = 0; m < rows; ++m) reset(t, b + m, at, wide * kLanes);
+  }
+
+  // Where a step was reset, what would reach the carry before it reaches the other one.
+  void reset(int64_t t, int64_t b, int64_t at, int64_t wide) const {
+    if (!a.resets(a.row(t, b))) return;
+    const int64_t end = std::min(at + wide, a.features);
+    for (int64_t k = b * a.features + at; k < b * a.features + end; ++k) {
+      a.d_h_reset[k] += a.d_h[k];
+      a.d_h[k] = 0.0f;
+    }
   }
 
   template <int wide>
@@ -411,8 +470,10 @@ struct Backward {
       if (scale == 0.0f) {  // h-detach: nothing reaches h_tm1
         const int64_t at = own.begin * kLanes;
         const int64_t n = std::min(own.end * kLanes, a.features) - at;
-        for (int64_t b = all.begin; b < all.end; ++b)
-          std::fill_n(a.d_h + b * a.features + at, n, 0.0f);
+        for (int64_t b = all.begin; b < all.end; ++b) {
+          if (!a.invalid(a.row(t, b))) std::fill_n(a.d_h + b * a.features + at, n, 0.0f);
+          reset(t, b, at, n);
+        }
         continue;
       }
       switch (own.end - own.begin) {
@@ -432,6 +493,10 @@ struct Backward {
     const int64_t state = a.batch * a.features;
     std::copy_n(a.d_h_T, state, a.d_h);
     if (Cell::has_c) std::copy_n(a.d_c_T, state, a.d_c);
+    if (a.h_reset != nullptr) {
+      std::fill_n(a.d_h_reset, state, 0.0f);
+      if (Cell::has_c) std::fill_n(a.d_c_reset, state, 0.0f);
+    }
     const Blocks rows(a.batch, kRows, how == Split::kRows ? threads : 1);
     const Range all_rows{0, rows.count}, all_panels{0, panels()}, all_units{0, vectors()};
     const auto pack_part = [this](int n, int parts) { pack(part(panels(), n, parts)); };
@@ -478,6 +543,18 @@ void set_slots(Slot* slots, float* data, int64_t features) {
   for (int g = 0; g < Cell::slots; ++g) slots[g] = {data + g * features, Cell::slots * features};
 }
 
+// What of a call is masked: nothing, some steps of some examples, or some are reset as well.
+enum { kNoMasks, kFlags, kResets };
+
+template <typename Cell>
+void read_masks(Arrays& a, Reader& read) {
+  if (read.attribute("masks") == kNoMasks) return;
+  a.flags = read.whole_numbers();
+  if (read.attribute("masks") != kResets) return;
+  if (Cell::has_c) a.c_reset = read.in();
+  a.h_reset = read.in();
+}
+
 template <typename Cell>
 void forward(const XLA_FFI_CallFrame* frame) {
   constexpr int G = Cell::slots;
@@ -500,6 +577,7 @@ void forward(const XLA_FFI_CallFrame* frame) {
   if (Cell::has_c) a.c_0 = read.in();
   a.features = read.dims()[1];
   a.h_0 = read.in();
+  read_masks<Cell>(a, read);
   if (keep) {
     float* kept = read.out();
     if (z != nullptr && z != kept)  // XLA has made a copy, though not here
@@ -512,6 +590,10 @@ void forward(const XLA_FFI_CallFrame* frame) {
   if (Cell::has_c) {
     a.cs_steps = read.result_dims()[0];
     a.cs = read.out();
+  }
+  if (a.h_reset != nullptr) {
+    a.h_in = read.out();
+    a.c_in = a.h_in + 2 * a.batch * a.features;
   }
   a.packed = read.out();
   Forward<Cell>{a, keep}.run(frame, threads_of(frame, read));
@@ -539,10 +621,15 @@ void backward(const XLA_FFI_CallFrame* frame) {
   a.d_h_T = read.in();
   a.d_hs = read.in();
   if (read.attribute("keep")) a.d_cs = read.in();
+  read_masks<Cell>(a, read);
   set_slots<Cell>(a.d_z, read.out(), a.features);
   if (Cell::apart) a.d_own = {read.out(), a.features};
   if (Cell::has_c) a.d_c = read.out();
   a.d_h = read.out();
+  if (a.h_reset != nullptr) {
+    if (Cell::has_c) a.d_c_reset = read.out();
+    a.d_h_reset = read.out();
+  }
   a.packed = read.out();
   Backward<Cell>::run(frame, a, threads_of(frame, read));
 }
@@ -560,6 +647,10 @@ void gradients(const XLA_FFI_CallFrame* frame) {
   a.hs_read = read.in();
   set_slots<Cell>(a.d_z, read.in(), a.features);
   if (Cell::apart) a.d_own = {read.in(), a.features};
+  if (read.attribute("masks") == kResets) {
+    a.flags = read.whole_numbers();
+    a.h_reset = read.in();
+  }
   for (int g = 0; g < G; ++g) a.d_kernels[g] = read.out();
   for (int g = 0; g < G; ++g) a.d_weights[g] = read.out();
   a.d_bias = read.out();

@@ -46,6 +46,7 @@ struct Gradients {
   }
 
   const float* h_tm1(int64_t row) const {
+    if (a.resets(row)) return a.h_reset + row % a.batch * a.features;
     const int64_t before = a.reverse ? row + a.batch : row - a.batch;
     if (before < 0) return a.h_0 + row * a.features;
     if (before >= a.steps * a.batch) return a.h_0 + (before - a.steps * a.batch) * a.features;

@@ -178,16 +178,12 @@ struct GatoForward {
         for (int g = 0; g < G; ++g) sums[m][g] += x_k * w[g];
       }
     }
-    if (n == kLanes) {
-      steps<rows>(first, at, std::integral_constant<int, kLanes>(), own, sums);
-    } else {
-      steps<rows>(first, at, n, own, sums);
-    }
+    steps<rows>(first, at, n, own, sums);
   }
 
   // The rows of a tile, a step after the other; of a step two at once.
-  template <int rows, typename Lanes>
-  void steps(int64_t first, int64_t at, Lanes n, const Vector* own, Vector (*sums)[G]) const {
+  template <int rows>
+  void steps(int64_t first, int64_t at, int n, const Vector* own, Vector (*sums)[G]) const {
     const int64_t from = first / a.batch, to = (first + rows - 1) / a.batch;
     for (int64_t i = from; i <= to; ++i) {
       const int64_t t = a.reverse ? to - (i - from) : i, b = t * a.batch;
@@ -205,8 +201,8 @@ struct GatoForward {
     }
   }
 
-  template <typename V, typename Lanes>
-  void step(int64_t row, int64_t b, int64_t at, Lanes n, const Vector* own, V* pre) const {
+  template <typename V>
+  void step(int64_t row, int64_t b, int64_t at, int n, const Vector* own, V* pre) const {
     const int64_t J = a.features, before = a.before(row);
     const bool all = a.ss_steps == a.steps, first = a.is_first(row);
     V r = load_rows<V>((first ? a.r_0 + b * J : a.ys + a.r_at(before)) + at, first ? J : 2 * J, n);
@@ -297,15 +293,10 @@ struct GatoBackward {
       const int64_t t = a.reverse ? a.steps - 1 - step : step;
       for (int64_t b = examples.begin; b < examples.end; b += 2)
         for (int64_t block = blocks.begin; block < blocks.end; ++block) {
-          const int n = a.lanes(block);
-          const bool two = b + 1 < examples.end;
-          if (n < kLanes) {
-            units<Vector>(t, b, block, n, sums);
-            if (two) units<Vector>(t, b + 1, block, n, sums);
-          } else if (two) {
-            units<Pair>(t, b, block, std::integral_constant<int, kLanes>(), sums);
+          if (b + 1 < examples.end) {
+            units<Pair>(t, b, block, a.lanes(block), sums);
           } else {
-            units<Vector>(t, b, block, std::integral_constant<int, kLanes>(), sums);
+            units<Vector>(t, b, block, a.lanes(block), sums);
           }
         }
     }
@@ -314,8 +305,8 @@ struct GatoBackward {
   static Vector sum(Vector v) { return v; }
   static Vector sum(Pair v) { return v.a + v.b; }
 
-  template <typename V, typename Lanes>
-  void units(int64_t t, int64_t b, int64_t block, Lanes n, float* sums) const {
+  template <typename V>
+  void units(int64_t t, int64_t b, int64_t block, int n, float* sums) const {
     const int64_t J = a.features, at = block * kLanes, row = t * a.batch + b, state = b * J + at;
     const bool first = a.is_first(row), last = t == (a.reverse ? 0 : a.steps - 1);
     const V r_tm1 = load_rows<V>(

@@ -7,6 +7,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 #if defined(__AVX512F__)
@@ -26,6 +30,11 @@ inline Vector load(const float* p) { return *reinterpret_cast<const Vector*>(p);
 inline void store(float* p, Vector v) { *reinterpret_cast<Vector*>(p) = v; }
 
 // The first n numbers alone, where a row ends within a vector.
+#if defined(__AVX512F__)
+inline __mmask16 first(int n) { return __mmask16((1u << n) - 1); }
+inline Vector load(const float* p, int n) { return (Vector)_mm512_maskz_loadu_ps(first(n), p); }
+inline void store(float* p, Vector v, int n) { _mm512_mask_storeu_ps(p, first(n), (__m512)v); }
+#else
 inline Vector load(const float* p, int n) {
   if (n == kLanes) return load(p);
   float part[kLanes] = {};
@@ -38,6 +47,7 @@ inline void store(float* p, Vector v, int n) {
   store(part, v);
   std::memcpy(p, part, n * sizeof(float));
 }
+#endif
 
 // Two vectors, of which the second is computed while the first waits for its results: a function
 // of one alone is a chain of operations, each of which takes several cycles.
@@ -58,20 +68,18 @@ RG_OPERATOR(/)
 #undef RG_OPERATOR
 
 // A vector of one row, or a pair of two that lie some way apart.
-template <typename V, typename Lanes>
-inline V load_rows(const float* p, int64_t apart, Lanes n) {
+template <typename V>
+inline V load_rows(const float* p, int64_t apart, int n) {
   if constexpr (sizeof(V) == sizeof(Pair)) {
     return {load(p, n), load(p + apart, n)};
   } else {
     return load(p, n);
   }
 }
-template <typename Lanes>
-inline void store_rows(float* p, int64_t, Vector v, Lanes n) {
+inline void store_rows(float* p, int64_t, Vector v, int n) {
   store(p, v, n);
 }
-template <typename Lanes>
-inline void store_rows(float* p, int64_t apart, Pair v, Lanes n) {
+inline void store_rows(float* p, int64_t apart, Pair v, int n) {
   store(p, v.a, n);
   store(p + apart, v.b, n);
 }

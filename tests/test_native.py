@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import recurrent_gates as rg
 from recurrent_gates import target
 from recurrent_gates.backends import native
-from recurrent_gates.backends.native import backend, library
+from recurrent_gates.backends.native import backend, gato, library
 from recurrent_gates.scan import Loop, Settings, Stream
 from tests.support import array, assert_close, assert_identical, randomize
 
@@ -65,13 +65,16 @@ HOW = {
     "resets": {"masks": ("resets",)},
     "both": {"masks": ("valid", "resets"), "reverse": True, "carry_fns": FNS},
 }
-# Every cell in every form once, at sizes by turns, and what is most of a program at each size.
+# Every cell in every form once, masks with the cells that differ in what they keep, at sizes by
+# turns; and what is most of a program at each size.
+MASKED = ("lstm", "ur_lstm", "gru", "janet")
 CASES = [
     (cell, how, list(SIZES)[number % len(SIZES)])
     for number, (cell, how) in enumerate(itertools.product(CELLS, HOW))
-    if not (cell.startswith("gato") and "masks" in HOW[how])
-] + [(cell, "detach", size) for cell, size in itertools.product(("lstm", "gru", "gato1"), SIZES)]
+    if "masks" not in HOW[how] or cell in MASKED
+]
 CASES += [(cell, "both", size) for cell, size in itertools.product(("lstm", "gru"), SIZES)]
+CASES += [("gato1", "detach", size) for size in SIZES]
 
 
 @pytest.fixture(autouse=True)
@@ -219,8 +222,9 @@ def test_vmap_runs_the_portable_form(name):
         assert_close(one, run(params, lanes[lane], carry), TOLERANCE)
 
 
-def test_shard_map_runs_kernels_and_keeps_what_varies():
-    cell, (params, xs, carry) = arrays(CELLS["lstm"], "rows")
+@pytest.mark.parametrize("name", ["lstm", "gato1"])
+def test_shard_map_runs_kernels_and_keeps_what_varies(name):
+    cell, (params, xs, carry) = arrays(CELLS[name], "rows")
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("batch",))
 
     def loss(params, xs, carry):
@@ -238,12 +242,13 @@ def test_shard_map_runs_kernels_and_keeps_what_varies():
     assert_close(mapped(params, xs, carry), jax.grad(alone)(params, xs, carry), 1e-5)
 
 
-def test_exported_programs_hold_no_kernel():
-    cell, values = arrays(CELLS["gru"], "small")
+@pytest.mark.parametrize("name", ["gru", "gato1"])
+def test_exported_programs_hold_no_kernel(name):
+    cell, values = arrays(CELLS[name], "small")
     run = everything(cell, "auto")
     assert "custom_call @recurrent_gates" in run.lower(*values).as_text()
     exported = jax.export.export(run)(*values)
-    assert "recurrent_gates_gru" not in exported.mlir_module()
+    assert "custom_call @recurrent_gates" not in exported.mlir_module()
     restored = jax.export.deserialize(exported.serialize())
     assert_close(restored.call(*values), run(*values), TOLERANCE)
 
@@ -304,8 +309,9 @@ with jax.set_mesh(jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisT
     assert done.returncode == 0, done.stderr
 
 
-def test_second_derivatives_are_the_scans():
-    cell, (params, xs, carry) = arrays(CELLS["lstm"], "small")
+@pytest.mark.parametrize("name", ["lstm", "gato1"])
+def test_second_derivatives_are_the_scans(name):
+    cell, (params, xs, carry) = arrays(CELLS[name], "small")
 
     def slope(backend):
         def loss(xs):
@@ -316,8 +322,9 @@ def test_second_derivatives_are_the_scans():
     assert_close(slope("native"), slope("scan"), 1e-5)
 
 
-def test_without_jit_it_runs():
-    cell, values = arrays(CELLS["lstm"], "small")
+@pytest.mark.parametrize("name", ["lstm", "gato1"])
+def test_without_jit_it_runs(name):
+    cell, values = arrays(CELLS[name], "small")
     with jax.disable_jit():
         out = everything(cell, "native")(*values)
     assert_close(out, everything(cell, "native")(*values), 1e-6)
@@ -327,6 +334,34 @@ def test_params_need_no_second_bias():
     """As `checks` and the scan have it: without one, a reset's own bias is zero."""
     cell, (params, xs, carry) = arrays(CELLS["gru"], "small")
     params = {name: leaf for name, leaf in params.items() if name != "recurrent_bias"}
+    actual, expected = (everything(cell, name)(params, xs, carry) for name in ("native", "scan"))
+    assert_close(actual, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("how", ["plain", "reverse", "carries", "detach"])
+def test_a_gato_in_chunks_is_the_scan(how, monkeypatch):
+    """Two of six steps, whose pre-activations the backward pass forms again."""
+    monkeypatch.setitem(LARGE, "six_steps", (6, (2, 2), 3, 17))
+    cell, values = arrays(CELLS["gato1"], "six_steps")
+    whole = everything(cell, "native", **HOW[how])(*values)
+    of_step = 2 * 4 * 17 * 3 * 4
+    monkeypatch.setattr(gato, "_KEPT_BYTES", 6 * of_step - 1)
+    monkeypatch.setattr(gato, "_CHUNK_BYTES", 2 * of_step + 1)
+    text = everything(cell, "native", **HOW[how]).lower(*values).as_text()
+    assert "recurrent_gates_gato_backward" in text
+    assert "tensor<2x4x51xf32>" in text  # two steps, four examples, three slots of 17 units
+    assert_close(everything(cell, "native", **HOW[how])(*values), whole, 2e-6)
+    expected = everything(cell, "scan", **HOW[how])(*values)
+    assert_close(everything(cell, "native", **HOW[how])(*values), expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("maps", ["", "f", "g", "fg"])
+def test_each_map_of_a_gato_may_have_a_second_bias(maps):
+    cell, (params, xs, carry) = arrays(CELLS["gato1_emits_s"], "small")
+    params = {
+        name: {role: leaf for role, leaf in own.items() if name in maps or role != "recurrent_bias"}
+        for name, own in params.items()
+    }
     actual, expected = (everything(cell, name)(params, xs, carry) for name in ("native", "scan"))
     assert_close(actual, expected, TOLERANCE)
 
@@ -355,6 +390,11 @@ REFUSED = {
     "gated_gato": (loop(gato1(f=rg.GatedDecay(gate=rg.GATES["ur"]))), "no kernels for GATO"),
     "another_reading_of_s": (loop(gato1(gamma=jnp.sin)), "no kernels for GATO"),
     "a_sum_without_a_period": (loop(gato1(wrap=None)), "no kernels for GATO"),
+    "a_long_period": (loop(gato1(wrap=6.5)), "no kernels for GATO"),
+    "a_carry_in_float64": (
+        loop(rg.LSTM(4)).replace(carry=rg.LSTMState(*[np.zeros((2, 4))] * 2)),
+        "float32",
+    ),
     "s_replaced": (loop(gato1(s_update="replace")), "no kernels for GATO"),
     "detached_s": (loop(gato1(), (rg.Detach(0.5, field="s"),)), "Detach and Damp of r"),
     "activation": (loop(rg.LSTM(4, activation=jax.nn.sigmoid)), "no kernels for LSTM"),

@@ -12,6 +12,7 @@ from recurrent_gates import checks, target
 from recurrent_gates.backends.native import gated, gato, library
 from recurrent_gates.base import Cell
 from recurrent_gates.carry import CarryFn, Damp, Detach, get_field
+from recurrent_gates.cells import LSTM
 from recurrent_gates.scan import Loop, Segment
 
 # Bytes of what a backward pass keeps: up to so many nothing is formed again; beyond that time is
@@ -25,13 +26,13 @@ class _Served(NamedTuple):
 
     Attributes:
       name: theirs, in ``library.CELLS``.
-      slots: how many pre-activations a unit has.
+      kept: how many numbers of a unit and step a backward pass reads.
       field: of the carry, what feeds back.
       masks: whether they know masks and resets.
     """
 
     name: str
-    slots: int
+    kept: int
     field: str
     masks: bool
 
@@ -39,11 +40,12 @@ class _Served(NamedTuple):
 def _served(cell: Cell) -> _Served | None:
     """What is known of a cell; None if it has no kernels."""
     if gato.has_kernels(cell):
-        return _Served(gato.NAME, len(gato.SLOTS), "r", masks=False)
+        return _Served(gato.NAME, len(gato.SLOTS) + 3, "r", masks=False)
     kernels = gated.kernels(cell)
     if kernels is None:
         return None
-    return _Served(kernels.name, len(kernels.slots), "h", masks=True)
+    fields = 2 if isinstance(cell, LSTM) else 1
+    return _Served(kernels.name, len(kernels.slots) + fields, "h", masks=True)
 
 
 def unsupported(loop: Loop) -> str | None:
@@ -62,7 +64,8 @@ def unsupported(loop: Loop) -> str | None:
         return "kernels have sizes that are known and inputs of some width."
     if any(map(_is_cut, jax.tree.leaves((loop.params, loop.xs, loop.carry)))):
         return "kernels are not cut along the axes of an explicit mesh."
-    if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves((loop.params, loop.xs))):
+    read = loop.params, loop.xs, loop.carry, loop.reset_carry
+    if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(read)):
         return "kernels compute in float32."
     if getattr(cell, "dtype", None) not in (None, jnp.dtype(jnp.float32)):
         return "kernels compute in float32."
@@ -97,10 +100,9 @@ def _scales(fn: CarryFn, noise: Any, field: str) -> bool:
 
 def chunk(loop: Loop) -> int | None:
     """The steps per rematerialised chunk that this backend wants, or None for no chunks."""
-    fields = jax.tree.leaves(loop.carry)
     served = _served(loop.settings.cell)
     assert served is not None
-    of_step = 4 * fields[0].size * (served.slots + len(fields))
+    of_step = 4 * jax.tree.leaves(loop.carry)[0].size * served.kept
     if loop.steps * of_step <= _KEPT_BYTES:
         return None
     return max(1, _CHUNK_BYTES // of_step)

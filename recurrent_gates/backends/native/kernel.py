@@ -27,7 +27,8 @@ from recurrent_gates.carry import (
 from recurrent_gates.declared import Carry
 from recurrent_gates.scan import Loop, Settings, Stream
 
-# For the kernels' own copies of weights and rows: no vector is wider, no chunk of rows longer.
+# For the kernels' own copies of weights and rows: no vector is wider, no chunk of rows longer. Of a
+# row are copied its inputs, h, up to whole blocks of 6, and four vectors of cotangents.
 LANES = 16
 ROWS = 192
 

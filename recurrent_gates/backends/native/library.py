@@ -37,7 +37,7 @@ CELLS = {
     "janet_refined": ("gated.cc", "Gru<true, false>"),
     "gato": ("gato.cc", "Gato"),
 }
-"""The kernels' cells by name: the file that holds one, and how it is called there."""
+"""The kernels' cells by name: the file that holds one, and which of those in it is compiled."""
 
 
 class UnavailableError(Exception):
@@ -117,8 +117,14 @@ def _directory() -> pathlib.Path:
 def _digest(command: list[str]) -> str:
     """Of all that the library depends on; a home directory may be that of several machines."""
     version = _output([command[0], "--version"])
-    sources = [path.read_text() for path in sorted(_SOURCES.iterdir()) if path.is_file()]
-    parts = (*sources, version, *command, jax.lib.__version__, _processor())
+    sources = [pathlib.Path(command[-1]), *sorted(_SOURCES.glob("*.h"))]
+    parts = (
+        *(path.read_text() for path in sources),
+        version,
+        *command,
+        jax.lib.__version__,
+        _processor(),
+    )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 

@@ -13,7 +13,7 @@
 
 namespace {
 
-// Reads a call's arrays one after the other, as backend.py lists them.
+// Reads a call's arrays one after the other, as gated.py and gato.py list them.
 class Reader {
  public:
   explicit Reader(const XLA_FFI_CallFrame* frame) : frame_(frame) {}
@@ -30,7 +30,7 @@ class Reader {
       if (span.len == std::strlen(name) && std::memcmp(span.ptr, name, span.len) == 0)
         return *static_cast<int64_t*>(static_cast<XLA_FFI_Scalar*>(frame_->attrs.attrs[n])->value);
     }
-    std::abort();  // backend.py gives them all
+    std::abort();  // kernel.py gives them all
   }
 
  private:

@@ -12,7 +12,7 @@
 namespace {
 
 // The gradients of the weights: sums over all rows (t, b) of an input's or h_tm1's numbers times
-// cotangents; where hs_read is null there are no products with h_tm1. A tile of kRows by kPanel
+// cotangents; where hs_read and d_weights are null there are no products with h_tm1. A tile of kRows by kPanel
 // vectors is summed in registers over kChunk rows.
 template <typename Cell>
 struct Gradients {

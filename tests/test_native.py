@@ -291,6 +291,29 @@ both = map(jax.tree.leaves, (jax.grad(parts)(params, xs), run(params, xs)[1][0])
 for a, b in zip(*both, strict=True):
     np.testing.assert_allclose(a, b, atol=2e-6)
 
+# A carry that resets take on all devices gets the gradients of all of them.
+resets = jnp.arange(20).reshape(5, 4) % 3 == 0
+
+
+def reset(params, reset_carry, xs, carry, resets):
+    how = {"reset_carry": reset_carry, "resets": resets, "backend": "native"}
+    return jnp.sum(jnp.sin(rg.unroll(cell, params, xs, carry, **how)[1]))
+
+
+mapped = jax.shard_map(
+    lambda *values: jax.lax.psum(reset(*values), "batch"),
+    mesh=mesh,
+    in_specs=(P(), P(), P(None, "batch"), P("batch"), P(None, "batch")),
+    out_specs=P(),
+)
+start = cell.initial((4,))
+again = jax.tree.map(lambda x: x[:2] + 0.5, start)
+twice = lambda again: jax.tree.map(lambda x: jnp.concatenate([x, x]), again)
+whole = jax.grad(lambda params, again: reset(params, twice(again), xs, start, resets), (0, 1))
+actual = jax.jit(jax.grad(mapped, (0, 1)))(params, again, xs, start, resets)
+for a, b in zip(*map(jax.tree.leaves, (actual, whole(params, again))), strict=True):
+    np.testing.assert_allclose(a, b, atol=2e-6)
+
 # The axes of an explicit mesh are in the types of arrays: another backend's.
 with jax.set_mesh(jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Explicit,))):
     xs = jax.device_put(xs, P(None, "batch"))

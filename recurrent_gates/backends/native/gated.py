@@ -83,6 +83,10 @@ def kernels(cell: Cell) -> Kernels | None:
 
 def segment(loop: Loop) -> Segment:
     """A stretch of time of a loop with one axis for the batch."""
+    if loop.stream.resets is not None:
+        # As the carry, it differs between the devices of a shard_map, and so does its gradient.
+        own = jax.tree.map(lambda x, like: jnp.where(False, like, x), loop.reset_carry, loop.carry)
+        loop = loop.replace(reset_carry=own)
     last, hs, cs = _recurrence(loop)
     ys = with_zeros(loop.stream.valid, hs)
     return Segment(last, ys, _carry(hs, cs) if loop.settings.keep_carries else None)

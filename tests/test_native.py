@@ -296,8 +296,8 @@ resets = jnp.arange(20).reshape(5, 4) % 3 == 0
 
 
 def reset(params, reset_carry, xs, carry, resets):
-    how = {"reset_carry": reset_carry, "resets": resets, "backend": "native"}
-    return jnp.sum(jnp.sin(rg.unroll(cell, params, xs, carry, **how)[1]))
+    options = {"reset_carry": reset_carry, "resets": resets, "backend": "native"}
+    return jnp.sum(jnp.sin(rg.unroll(cell, params, xs, carry, **options)[1]))
 
 
 mapped = jax.shard_map(

@@ -27,6 +27,7 @@ from recurrent_gates.backends.native.kernel import (
     Masks,
     Scale,
     gradient_scale,
+    loop_of_cotangents,
     packed,
     threads,
 )
@@ -148,15 +149,7 @@ def _backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
 
     read = params, loop.xs, loop.carry, loop.reset_carry
     d_params, d_xs, d_carry, d_reset = jax.grad(paired, (0, 1, 2, 3))(*read)
-    d_loop = loop.replace(
-        params=d_params,
-        xs=d_xs,
-        carry=d_carry,
-        reset_carry=d_reset,
-        carry_fns=None,
-        stream=None,
-    )
-    return (d_loop,)
+    return loop_of_cotangents(loop, d_params, d_xs, d_carry, d_reset)
 
 
 _recurrence.defvjp(_forward, _backward)
@@ -302,8 +295,8 @@ class Forward(_Gated):
             shapes.append((1 + self.has_c, 2, rows, features))
         shapes.append((packed(features) * len(slots) * (features + inputs * project),))
         aliases = {0: 0} if self.keep and not project else None
-        how = {"keep": self.keep, "project": project, "masks": masks.kind}
-        out = self._call("forward", shapes, operands, aliases, **how)
+        attributes = {"keep": self.keep, "project": project, "masks": masks.kind}
+        out = self._call("forward", shapes, operands, aliases, **attributes)
         return [*out[kept:made], *out[:kept]]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:
@@ -361,8 +354,8 @@ class Backward(_Gated):
         shapes += [carry.h.shape] * len(carry) * (1 if masks.resets is None else 2)
         shapes.append((packed(features) * len(slots) * features,))
         aliases = {number: number for number in range(1 + apart)}
-        how = {"keep": self.all_cs, "masks": masks.kind}
-        return [*self._call("backward", shapes, operands, aliases, **how)]
+        attributes = {"keep": self.all_cs, "masks": masks.kind}
+        return [*self._call("backward", shapes, operands, aliases, **attributes)]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:
         weights, scale, carry, out, cotangents, masks = jax.tree.unflatten(self.tree, leaves)

@@ -25,6 +25,7 @@ from recurrent_gates.backends.native.kernel import (
     Kernel,
     Scale,
     gradient_scale,
+    loop_of_cotangents,
     packed,
     threads,
 )
@@ -137,15 +138,7 @@ def _backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
         return jnp.sum(jnp.stack([jnp.sum(a * b) for a, b in pairs]))
 
     d_params, d_xs, d_carry = jax.grad(paired, (0, 1, 2))(params, loop.xs, loop.carry)
-    d_loop = loop.replace(
-        params=d_params,
-        xs=d_xs,
-        carry=d_carry,
-        reset_carry=jax.tree.map(jnp.zeros_like, loop.reset_carry),
-        carry_fns=None,
-        stream=None,
-    )
-    return (d_loop,)
+    return loop_of_cotangents(loop, d_params, d_xs, d_carry)
 
 
 _recurrence.defvjp(_forward, _backward)
@@ -208,15 +201,7 @@ def _in_chunks_backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple
     chunks = *cut((loop.xs, loop.stream)), carries, *cut((d_ys, d_ss))
     start = d_last, jax.tree.map(jnp.zeros_like, loop.params)
     (d_carry, d_params), d_xs = jax.lax.scan(body, start, chunks, reverse=not reverse)
-    d_loop = loop.replace(
-        params=d_params,
-        xs=d_xs.reshape(loop.xs.shape),
-        carry=d_carry,
-        reset_carry=jax.tree.map(jnp.zeros_like, loop.reset_carry),
-        carry_fns=None,
-        stream=None,
-    )
-    return (d_loop,)
+    return loop_of_cotangents(loop, d_params, d_xs.reshape(loop.xs.shape), d_carry)
 
 
 _in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward)

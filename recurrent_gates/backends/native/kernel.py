@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import math
@@ -24,7 +25,7 @@ from recurrent_gates.carry import (
     set_field,
     stop_gradient_where,
 )
-from recurrent_gates.declared import Carry
+from recurrent_gates.declared import Carry, Params
 from recurrent_gates.scan import Loop, Settings, Stream
 
 # For the kernels' own copies of weights and rows: no vector is wider, no chunk of rows longer. Of a
@@ -75,7 +76,7 @@ NO_MASKS = Masks(None, None, None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class Kernel(abc.ABC):
     """A kernel of a cell; what all have in common.
 
     Attributes:
@@ -91,9 +92,9 @@ class Kernel:
     threads: int
 
     @property
+    @abc.abstractmethod
     def name(self) -> str:
         """Of the cell's kernels in ``library.CELLS``."""
-        raise NotImplementedError
 
     def _call(
         self,
@@ -116,6 +117,16 @@ class Kernel:
         settings = Settings(self.cell, batch_dims=1, reverse=self.reverse)
         reset_carry = carry if masks.reset_carry is None else masks.reset_carry
         return Loop(settings, params, xs, carry, reset_carry, (), masks.stream())
+
+
+def loop_of_cotangents(
+    loop: Loop, params: Params, xs: jax.Array, carry: Carry, reset_carry: Carry | None = None
+) -> tuple[Loop]:
+    """What the backward rule of a function of a loop returns; no reset carry stands for zeros."""
+    if reset_carry is None:
+        reset_carry = jax.tree.map(jnp.zeros_like, loop.reset_carry)
+    d = loop.replace(params=params, xs=xs, carry=carry, reset_carry=reset_carry)
+    return (d.replace(carry_fns=None, stream=None),)
 
 
 def threads() -> int:

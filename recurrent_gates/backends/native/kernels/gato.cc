@@ -38,14 +38,9 @@ struct Gato {
   static V softplus(V x) {
     const V above = at_least(x, 0.0f), e = exponential(x - 2.0f * above);
     const V ratio = e / (2.0f + e), z = ratio * ratio;
-    V p = z * (1.0f / 15) + 1.0f / 13;
-    p = p * z + 1.0f / 11;
-    p = p * z + 1.0f / 9;
-    p = p * z + 1.0f / 7;
-    p = p * z + 1.0f / 5;
-    p = p * z + 1.0f / 3;
-    p = p * z + 1.0f;
-    return above + 2.0f * ratio * p;
+    const float artanh[] = {1.0f,     1.0f / 3,  1.0f / 5,  1.0f / 7,
+                            1.0f / 9, 1.0f / 11, 1.0f / 13, 1.0f / 15};
+    return above + 2.0f * ratio * polynomial(artanh, z);
   }
 
   template <typename V>
@@ -64,22 +59,14 @@ struct Gato {
       x = at_least(at_most(x, 1.57079637f), -1.57079637f);  // a huge s has no digits left
     }
     V cosine() const {
-      const V z = x * x;
-      V p = z * 2.08767570e-9f - 2.75573192e-7f;
-      p = p * z + 2.48015873e-5f;
-      p = p * z - 1.38888889e-3f;
-      p = p * z + 4.16666667e-2f;
-      p = p * z - 0.5f;
-      return negative_where_odd(p * z + 1.0f, shifted);
+      const float taylor[] = {1.0f,           -0.5f,           4.16666667e-2f, -1.38888889e-3f,
+                              2.48015873e-5f, -2.75573192e-7f, 2.08767570e-9f};
+      return negative_where_odd(polynomial(taylor, x * x), shifted);
     }
     V sine() const {
-      const V z = x * x;
-      V p = z * 1.60590438e-10f - 2.50521084e-8f;
-      p = p * z + 2.75573192e-6f;
-      p = p * z - 1.98412698e-4f;
-      p = p * z + 8.33333333e-3f;
-      p = p * z - 1.66666667e-1f;
-      return negative_where_odd(x * (p * z + 1.0f), shifted);
+      const float taylor[] = {1.0f,           -1.66666667e-1f, 8.33333333e-3f, -1.98412698e-4f,
+                              2.75573192e-6f, -2.50521084e-8f, 1.60590438e-10f};
+      return negative_where_odd(x * polynomial(taylor, x * x), shifted);
     }
   };
   template <typename V>

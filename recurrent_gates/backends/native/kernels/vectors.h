@@ -117,6 +117,15 @@ inline Pair negative_where_odd(Pair x, Pair bits) {
   return {negative_where_odd(x.a, bits.a), negative_where_odd(x.b, bits.b)};
 }
 
+// The sum of c[n] x^n.
+template <typename V, int count>
+inline V polynomial(const float (&c)[count], V x) {
+  V sum = x * c[count - 1] + c[count - 2];
+#pragma GCC unroll 8
+  for (int n = count - 3; n >= 0; --n) sum = sum * x + c[n];
+  return sum;
+}
+
 // kShift + x is kShift + the nearest whole number, and its last bit whether that is odd; for
 // |x| < 2^22.
 constexpr float kShift = 12582912.0f;  // 1.5 * 2^23
@@ -127,11 +136,8 @@ inline V exponential(V x) {
   x = at_least(at_most(x, 88.0f), -87.0f);
   const V n = (x * 1.44269504f + kShift) - kShift;
   const V f = (x - n * 0.693145752f) - n * 1.42860677e-6f;
-  V p = f * 1.39316e-3f + 8.33330e-3f;
-  p = p * f + 4.16667e-2f;
-  p = p * f + 0.166666657f;
-  p = p * f + 0.5f;
-  p = p * f * f + f + 1.0f;
+  const float rest[] = {0.5f, 0.166666657f, 4.16667e-2f, 8.33330e-3f, 1.39316e-3f};
+  const V p = polynomial(rest, f) * f * f + f + 1.0f;
   return times_power_of_two(p, n);
 }
 
@@ -145,15 +151,10 @@ inline V sigmoid(V x) {
 template <typename V>
 inline V hyperbolic_tangent(V unbounded) {
   const V x = at_least(at_most(unbounded, 9.0f), -9.0f), z = x * x;
-  V p = z * -1.2246287e-11f + 3.0642589e-08f;
-  p = p * z + 2.8031338e-05f;
-  p = p * z + 3.8695093e-03f;
-  p = p * z + 0.13680857f;
-  p = p * z + 1.0f;
-  V q = z * 1.2890370e-06f + 3.9407157e-04f;
-  q = q * z + 2.7250161e-02f;
-  q = q * z + 0.47014189f;
-  q = q * z + 1.0f;
+  const float above[] = {1.0f,           0.13680857f,     3.8695093e-03f,
+                         2.8031338e-05f, 3.0642589e-08f, -1.2246287e-11f};
+  const float below[] = {1.0f, 0.47014189f, 2.7250161e-02f, 3.9407157e-04f, 1.2890370e-06f};
+  const V p = polynomial(above, z), q = polynomial(below, z);
   V y = at_least(at_most(x * p / q, 1.0f), -1.0f);
   y = where_at_least(unbounded, 9.0f, 1.0f, y);
   return where_at_most(unbounded, -9.0f, -1.0f, y);

@@ -104,8 +104,15 @@ class MemoryCell(Cell):
 
 def linear(params: Params, x: jax.Array, dtype: Any) -> jax.Array:
     """x ``[..., inputs]`` -> ``[..., outputs]``, multiplied in ``dtype``, float32 at least."""
-    out = matrix_product(x, params["kernel"], dtype)
+    out = rows_product(x, params["kernel"], dtype)
     return out + lead(params["bias"].astype(out.dtype), out)
+
+
+def rows_product(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
+    """``matrix_product`` of all rows of x ``[..., rows, inputs]`` as rows of one matrix."""
+    # Of a product with several axes a CPU forms the kernel's gradient transposed, by a slow loop.
+    out = matrix_product(x.reshape(-1, x.shape[-1]), kernel, dtype)
+    return out.reshape(*x.shape[:-1], kernel.shape[-1])
 
 
 def flat(rows: jax.Array) -> jax.Array:

@@ -22,10 +22,9 @@ from recurrent_gates.declared import (
     Params,
     Slots,
     inputs_dtype,
-    matrix_product,
     state_dtype,
 )
-from recurrent_gates.memory.core import MemoryCell, linear
+from recurrent_gates.memory.core import MemoryCell, linear, rows_product
 from recurrent_gates.shapes import lead
 
 _EPSILON = 1e-5  # of the layer norms, as in the authors' code
@@ -194,7 +193,10 @@ class RMC(MemoryCell):
         """The input as a row ``x``, its queries, keys and values, its part of the gates."""
         checks.kernels(params.get("input", {}))
         row = linear_project(params["input"], x, dtype=self.dtype)["x"]
-        z = {"x": row, "qkv": _qkv(params["block_0"], row, row.dtype).astype(row.dtype)}
+        # A layer norm of all steps at once is formed again in less time than what it leaves for
+        # the backward pass is written.
+        qkv = jax.checkpoint(_qkv, static_argnums=2)(params["block_0"], row, row.dtype)
+        z = {"x": row, "qkv": qkv.astype(row.dtype)}
         if self.gate_style is not None:
             z |= linear_project(params["gates"], row, gate=self.gate, dtype=row.dtype)
         return z
@@ -228,7 +230,7 @@ class RMC(MemoryCell):
         read, dtype = jnp.tanh(memory), inputs_dtype(z)
         pre = {}
         for slot, kernel in params["recurrent_kernel"].items():
-            product = matrix_product(read, kernel, dtype)
+            product = rows_product(read, kernel, dtype)
             pre[slot] = product + z[slot][..., None, :].astype(product.dtype)  # Eq. (4), (5)
         return self.gate.activate(pre)
 

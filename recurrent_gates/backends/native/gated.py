@@ -21,14 +21,11 @@ import jax.numpy as jnp
 from recurrent_gates.backends import fused
 from recurrent_gates.backends.native import switch
 from recurrent_gates.backends.native.kernel import (
-    LANES,
-    ROWS,
     Kernel,
     Masks,
     Scale,
     gradient_scale,
     loop_of_cotangents,
-    packed,
     threads,
 )
 from recurrent_gates.backends.shared.accumulation import shifted
@@ -40,8 +37,10 @@ from recurrent_gates.declared import Carry, Weights
 from recurrent_gates.gates import Gate
 from recurrent_gates.scan import Loop, Segment, with_zeros
 
-# From so many inputs their product of all steps at once, which goes through memory, costs less.
+# Of few rows a kernel reads each weight for little: from so many inputs their product of all steps
+# at once, which goes through memory, costs less.
 _FEW_INPUTS = 128
+_MANY_ROWS = 12
 
 
 class Kernels(NamedTuple):
@@ -269,7 +268,7 @@ class Forward(_Gated):
         _, slots, apart = self.kernels
         steps, rows, inputs = xs.shape
         features = carry.h.shape[-1]
-        project = inputs <= _FEW_INPUTS
+        project = inputs <= _FEW_INPUTS or rows >= _MANY_ROWS
         if project:
             operands = [xs, *(params["kernel"][slot] for slot in slots)]
         else:
@@ -290,14 +289,10 @@ class Forward(_Gated):
         shapes.append(state)
         if self.has_c:
             shapes.append(state if self.all_cs else (1, rows, features))
-        made = len(shapes)
-        if masks.resets is not None:  # the carry that a step reads, by turns
-            shapes.append((1 + self.has_c, 2, rows, features))
-        shapes.append((packed(features) * len(slots) * (features + inputs * project),))
         aliases = {0: 0} if self.keep and not project else None
         attributes = {"keep": self.keep, "project": project, "masks": masks.kind}
         out = self._call("forward", shapes, operands, aliases, **attributes)
-        return [*out[kept:made], *out[:kept]]
+        return [*out[kept:], *out[:kept]]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:
         loop = self._loop(*jax.tree.unflatten(self.tree, leaves))
@@ -349,10 +344,8 @@ class Backward(_Gated):
         operands += [carry.c, out.cs, d_last.c] if self.has_c else [carry.h, out.hs]
         operands += [d_last.h, d_hs, *([d_cs] if self.all_cs else [])]
         operands += [*masks.flags, *jax.tree.leaves(masks.reset_carry)]
-        features = carry.h.shape[-1]
         shapes = [out.z.shape, *[out.hs.shape] * apart]
         shapes += [carry.h.shape] * len(carry) * (1 if masks.resets is None else 2)
-        shapes.append((packed(features) * len(slots) * features,))
         aliases = {number: number for number in range(1 + apart)}
         attributes = {"keep": self.all_cs, "masks": masks.kind}
         return [*self._call("backward", shapes, operands, aliases, **attributes)]
@@ -406,7 +399,6 @@ class WeightGradients(_Gated):
         shapes: list[tuple[int, ...]] = [(inputs, features)] * count
         shapes += [(features, features)] * count
         shapes += [(count, features), *[(features,)] * apart]
-        shapes.append((self.threads * ROWS * (inputs + features + 5 * LANES),))
         return [*self._call("gradients", shapes, operands, masks=masks.kind)]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:

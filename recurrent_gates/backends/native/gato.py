@@ -20,13 +20,10 @@ import numpy as np
 from recurrent_gates.backends import fused
 from recurrent_gates.backends.native import switch
 from recurrent_gates.backends.native.kernel import (
-    LANES,
-    ROWS,
     Kernel,
     Scale,
     gradient_scale,
     loop_of_cotangents,
-    packed,
     threads,
 )
 from recurrent_gates.backends.shared.accumulation import feeding, shifted
@@ -46,7 +43,6 @@ SLOTS = (("f", "gate"), ("f", "candidate"), ("g", "s"))
 # Bytes of what is kept of all steps from which a backward pass keeps a chunk's at a time.
 _KEPT_BYTES = 2**24
 _CHUNK_BYTES = 2**23
-_GROUP = 8  # examples whose part of a gradient is summed by itself, where units are few
 
 
 def has_kernels(cell: Cell) -> bool:
@@ -276,11 +272,10 @@ class Forward(_GATO):
         params, xs, carry = jax.tree.unflatten(self.tree, leaves)
         operands = [jnp.asarray(self.numbers), xs, *_by_slot(params, "kernel"), _biases(params)]
         operands += [jnp.stack(_by_slot(params, "recurrent_kernel")), carry.r, carry.s]
-        (steps, rows, inputs), units, count = xs.shape, self.units, len(SLOTS)
+        (steps, rows, _), units, count = xs.shape, self.units, len(SLOTS)
         shapes: list[tuple[int, ...]] = [(steps, rows, 2 * units)]
         shapes.append((steps if self.all_ss else 1, rows, units))
         shapes += [(steps, rows, count * units)] * self.keep
-        shapes.append((packed(units) * count * inputs,))
         return [*self._call("forward", shapes, operands, keep=self.keep)]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:
@@ -325,9 +320,7 @@ class Backward(_GATO):
         weights, scale, carry, out, d_last, d_ys, d_ss = jax.tree.unflatten(self.tree, leaves)
         operands = [jnp.asarray(self.numbers), out.pre, weights, scale, carry.r, out.ys, out.ss]
         operands += [d_last.r, d_last.s, d_ys, *([d_ss] if self.all_ss else [])]
-        groups = math.ceil(len(carry.r) / _GROUP)
         shapes = [out.pre.shape, weights.shape, carry.r.shape, carry.s.shape]
-        shapes.append((groups, *weights.shape))
         return [*self._call("backward", shapes, operands, {1: 0}, keep=self.all_ss)]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:
@@ -376,7 +369,7 @@ class WeightGradients(_GATO):
     def native(self, *leaves: jax.Array) -> list[jax.Array]:
         inputs, units, count = leaves[0].shape[-1], self.units, len(SLOTS)
         shapes: list[tuple[int, ...]] = [(inputs, units)] * count
-        shapes += [(count, units), (self.threads * ROWS * (inputs + units + 5 * LANES),)]
+        shapes.append((count, units))
         return [*self._call("gradients", shapes, leaves)]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:

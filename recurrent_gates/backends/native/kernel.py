@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,11 +26,6 @@ from recurrent_gates.carry import (
 )
 from recurrent_gates.declared import Carry, Params
 from recurrent_gates.scan import Loop, Settings, Stream
-
-# For the kernels' own copies of weights and rows: no vector is wider, no chunk of rows longer. Of a
-# row are copied its inputs, h, up to whole blocks of 6, and four vectors of cotangents.
-LANES = 16
-ROWS = 192
 
 
 class Masks(NamedTuple):
@@ -104,13 +98,13 @@ class Kernel(abc.ABC):
         aliases: dict[int, int] | None = None,
         **attributes: int,
     ) -> Sequence[jax.Array]:
-        """Runs a kernel; the last of its results is memory that it works in."""
+        """Runs a kernel."""
         results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
         call = jax.ffi.ffi_call(
             library.target(self.name, function), results, input_output_aliases=aliases
         )
         numbers = {"reverse": self.reverse, "threads": self.threads, **attributes}
-        return call(*operands, **{name: np.int64(n) for name, n in numbers.items()})[:-1]
+        return call(*operands, **{name: np.int64(n) for name, n in numbers.items()})
 
     def _loop(self, params: Any, xs: Any, carry: Carry, masks: Masks = NO_MASKS) -> Loop:
         """The loop in JAX, for the portable form."""
@@ -134,11 +128,6 @@ def threads() -> int:
     if jax.sharding.get_abstract_mesh().are_all_axes_manual:  # of a shard_map
         return max(1, target.cores() // target.device_count())
     return target.cores()
-
-
-def packed(features: int) -> int:
-    """F, up to whole vectors."""
-    return math.ceil(features / LANES) * LANES
 
 
 def gradient_scale(loop: Loop) -> jax.Array:

@@ -19,6 +19,7 @@
 
 #include "arrays.h"
 #include "call.h"
+#include "scratch.h"
 #include "threads.h"
 #include "vectors.h"
 #include "weights.h"
@@ -184,18 +185,23 @@ struct Forward {
   // [blocks of units][D + F][slots][lanes], zeros past the last unit.
   int64_t block_size() const { return (a.inputs + a.features) * G * kLanes; }
   int64_t blocks() const { return up(a.features, kLanes); }
+  int64_t packed_size() const { return blocks() * block_size(); }
   void pack(Range blocks) const {
-    for (int64_t block = blocks.begin; block < blocks.end; ++block) {
-      const int64_t at = block * kLanes;
-      const int n = std::min<int64_t>(kLanes, a.features - at);
-      float* out = a.packed + block * block_size();
-      for (int64_t k = 0; k < a.inputs; ++k)
-        for (int g = 0; g < G; ++g, out += kLanes)
-          store(out, load(a.kernels[g] + k * a.features + at, n));
-      for (int64_t k = 0; k < a.features; ++k)
-        for (int g = 0; g < G; ++g, out += kLanes)
-          store(out, load(a.weights[g] + k * a.features + at, n));
-    }
+    pack(blocks, a.kernels, a.inputs, a.packed);
+    pack(blocks, a.weights, a.features, a.packed + a.inputs * G * kLanes);
+  }
+  // A few rows at a time, each read from its one end to the other.
+  void pack(Range blocks, const float* const* from, int64_t count, float* to) const {
+    constexpr int64_t kFew = 8;
+    for (int64_t k0 = 0; k0 < count; k0 += kFew)
+      for (int64_t block = blocks.begin; block < blocks.end; ++block) {
+        const int64_t at = block * kLanes, end = std::min(count, k0 + kFew);
+        const int n = std::min<int64_t>(kLanes, a.features - at);
+        float* out = to + block * block_size() + k0 * G * kLanes;
+        for (int64_t k = k0; k < end; ++k)
+          for (int g = 0; g < G; ++g, out += kLanes)
+            store(out, load(from[g] + k * a.features + at, n));
+      }
   }
 
   // sums += x weights, over `count` numbers of each of `rows` rows of x.
@@ -345,6 +351,7 @@ struct Backward {
   Range panel_vectors(int64_t panel) const {
     return part(vectors(), panel, panels());
   }
+  int64_t packed_size() const { return vectors() * kLanes * G * a.features; }
   float* packed(int64_t panel) const {
     return a.packed + panel_vectors(panel).begin * kLanes * G * a.features;
   }
@@ -591,11 +598,12 @@ void forward(const XLA_FFI_CallFrame* frame) {
     a.cs_steps = read.result_dims()[0];
     a.cs = read.out();
   }
-  if (a.h_reset != nullptr) {
-    a.h_in = read.out();
-    a.c_in = a.h_in + 2 * a.batch * a.features;
-  }
-  a.packed = read.out();
+  const int64_t turns = a.h_reset == nullptr ? 0 : 2 * a.batch * a.features;
+  const int64_t packed = Forward<Cell>{a, keep}.packed_size();
+  const Scratch scratch(packed + (1 + Cell::has_c) * turns);
+  a.packed = scratch.data();
+  a.h_in = a.packed + packed;
+  a.c_in = a.h_in + turns;
   Forward<Cell>{a, keep}.run(frame, threads_of(frame, read));
 }
 
@@ -630,7 +638,8 @@ void backward(const XLA_FFI_CallFrame* frame) {
     if (Cell::has_c) a.d_c_reset = read.out();
     a.d_h_reset = read.out();
   }
-  a.packed = read.out();
+  const Scratch scratch(Backward<Cell>{a, 1}.packed_size());
+  a.packed = scratch.data();
   Backward<Cell>::run(frame, a, threads_of(frame, read));
 }
 
@@ -655,7 +664,6 @@ void gradients(const XLA_FFI_CallFrame* frame) {
   for (int g = 0; g < G; ++g) a.d_weights[g] = read.out();
   a.d_bias = read.out();
   if (Cell::apart) a.d_own_bias = read.out();
-  a.packed = read.out();
   Gradients<Cell>{a}.run(frame, threads_of(frame, read));
 }
 

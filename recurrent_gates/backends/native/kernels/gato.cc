@@ -263,7 +263,7 @@ struct GatoForward {
 };
 
 struct GatoBackward {
-  static constexpr int64_t kGroup = 8;  // gato.py has it, too
+  static constexpr int64_t kGroup = 8;  // examples whose part is summed by itself, where units are few
   const Pass& a;
 
   // Examples whose part of a's gradient is summed by itself, so that threads can share them and
@@ -358,7 +358,8 @@ void forward(const XLA_FFI_CallFrame* frame) {
   a.ss_steps = read.result_dims()[0];
   a.ss = read.out();
   if (read.attribute("keep")) a.pre = read.out();
-  a.packed = read.out();
+  const Scratch scratch(a.blocks() * a.inputs * G * kLanes);
+  a.packed = scratch.data();
   GatoForward{a}.run(frame, threads_of(frame, read));
 }
 
@@ -382,7 +383,8 @@ void backward(const XLA_FFI_CallFrame* frame) {
   a.d_weights = read.out();
   a.d_r = read.out();
   a.d_s = read.out();
-  a.sums = read.out();
+  const Scratch scratch(GatoBackward{a}.groups() * G * a.features);
+  a.sums = scratch.data();
   GatoBackward{a}.run(frame, threads_of(frame, read));
 }
 
@@ -396,7 +398,6 @@ void gradients(const XLA_FFI_CallFrame* frame) {
   for (int g = 0; g < G; ++g) a.d_z[g] = {d_pre + g * a.features, G * a.features};
   for (int g = 0; g < G; ++g) a.d_kernels[g] = read.out();
   a.d_bias = read.out();
-  a.packed = read.out();
   Gradients<Gato>{a}.run(frame, threads_of(frame, read));
 }
 

@@ -84,32 +84,35 @@ inline void store_rows(float* p, int64_t apart, Pair v, int n) {
   store(p + apart, v.b, n);
 }
 
-// What the functions below are made of, of a vector or a pair. NaN stays.
+// What the functions below are made of, of a vector or a pair. NaN stays: of two operands one of
+// which is NaN the processor's own minimum and maximum are the second.
+#if defined(__AVX512F__)
+inline Vector at_most(Vector x, float most) {
+  return (Vector)_mm512_min_ps(_mm512_set1_ps(most), (__m512)x);
+}
+inline Vector at_least(Vector x, float least) {
+  return (Vector)_mm512_max_ps(_mm512_set1_ps(least), (__m512)x);
+}
+#else
 inline Vector at_most(Vector x, float most) { return x > most ? zero() + most : x; }
 inline Vector at_least(Vector x, float least) { return x < least ? zero() + least : x; }
-inline Vector where_at_least(Vector x, float least, float then, Vector otherwise) {
-  return x >= least ? zero() + then : otherwise;
+#endif
+// x times 2^n, for whole numbers n from -126 to 127.
+#if defined(__AVX512F__)
+inline Vector times_power_of_two(Vector x, Vector n) {
+  return (Vector)_mm512_scalef_ps((__m512)x, (__m512)n);
 }
-inline Vector where_at_most(Vector x, float most, float then, Vector otherwise) {
-  return x <= most ? zero() + then : otherwise;
-}
-// x times 2^n, for whole numbers n.
+#else
 inline Vector times_power_of_two(Vector x, Vector n) {
   return x * (Vector)((__builtin_convertvector(n, Ints) + 127) << 23);
 }
+#endif
 // -x where the last bit of `bits` is set.
 inline Vector negative_where_odd(Vector x, Vector bits) {
   return (Vector)((Ints)x ^ ((Ints)bits << 31));
 }
 inline Pair at_most(Pair x, float most) { return {at_most(x.a, most), at_most(x.b, most)}; }
 inline Pair at_least(Pair x, float least) { return {at_least(x.a, least), at_least(x.b, least)}; }
-inline Pair where_at_least(Pair x, float least, float then, Pair otherwise) {
-  return {where_at_least(x.a, least, then, otherwise.a),
-          where_at_least(x.b, least, then, otherwise.b)};
-}
-inline Pair where_at_most(Pair x, float most, float then, Pair otherwise) {
-  return {where_at_most(x.a, most, then, otherwise.a), where_at_most(x.b, most, then, otherwise.b)};
-}
 inline Pair times_power_of_two(Pair x, Pair n) {
   return {times_power_of_two(x.a, n.a), times_power_of_two(x.b, n.b)};
 }
@@ -146,18 +149,15 @@ inline V sigmoid(V x) {
   return 1.0f / (1.0f + exponential(-x));
 }
 
-// tanh to 2e-7 of its value, x P(x^2) / Q(x^2): minimax on [-9, 9]. Beyond it is 1 exactly, so that
-// no gradient is left, however large what it is multiplied by.
+// tanh to 2e-7 of its value, x P(x^2) / Q(x^2): minimax on [-9, 9]. At 9 it is more than 1, so that
+// from there on it is 1 exactly: no gradient is left, however large what it is multiplied by.
 template <typename V>
 inline V hyperbolic_tangent(V unbounded) {
   const V x = at_least(at_most(unbounded, 9.0f), -9.0f), z = x * x;
   const float above[] = {1.0f,           0.13680857f,     3.8695093e-03f,
                          2.8031338e-05f, 3.0642589e-08f, -1.2246287e-11f};
   const float below[] = {1.0f, 0.47014189f, 2.7250161e-02f, 3.9407157e-04f, 1.2890370e-06f};
-  const V p = polynomial(above, z), q = polynomial(below, z);
-  V y = at_least(at_most(x * p / q, 1.0f), -1.0f);
-  y = where_at_least(unbounded, 9.0f, 1.0f, y);
-  return where_at_most(unbounded, -9.0f, -1.0f, y);
+  return at_least(at_most(x * polynomial(above, z) / polynomial(below, z), 1.0f), -1.0f);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "arrays.h"
+#include "scratch.h"
 #include "threads.h"
 
 namespace {
@@ -162,8 +163,9 @@ struct Gradients {
   void run(const XLA_FFI_CallFrame* frame, int threads) const {
     const int64_t work = a.steps * a.batch * G * a.features * (a.features + a.inputs);
     const int most = work < kLeastOfCall ? 1 : int(std::min<int64_t>(threads, columns()));
-    in_parts(frame, most, most, [this](int n, int parts) {
-      run_columns(part(columns(), n, parts), a.packed + n * packed_size());
+    const Scratch scratch(most * packed_size());
+    in_parts(frame, most, most, [&](int n, int parts) {
+      run_columns(part(columns(), n, parts), scratch.data() + n * packed_size());
     });
   }
 };

@@ -1,0 +1,50 @@
+// Memory that a call works in.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+
+namespace {
+
+// Up to kMostKept bytes stay with the thread for its next call: to be given fresh pages takes a
+// short call longer than all that it does with them.
+class Scratch {
+ public:
+  static constexpr int64_t kMostKept = 1 << 26, kLine = 64;
+
+  explicit Scratch(int64_t floats) {
+    const int64_t bytes = (std::max<int64_t>(floats, 1) * sizeof(float) + kLine - 1) / kLine * kLine;
+    if (bytes > kMostKept) {
+      data_ = own_ = fresh(bytes);
+      return;
+    }
+    static thread_local Kept kept;
+    if (kept.bytes < bytes) {
+      std::free(kept.data);
+      kept.data = nullptr, kept.bytes = 0;
+      kept.data = fresh(bytes), kept.bytes = bytes;
+    }
+    data_ = kept.data;
+  }
+  ~Scratch() { std::free(own_); }
+  Scratch(const Scratch&) = delete;
+  float* data() const { return data_; }
+
+ private:
+  struct Kept {
+    float* data = nullptr;
+    int64_t bytes = 0;
+    ~Kept() { std::free(data); }
+  };
+  static float* fresh(int64_t bytes) {
+    void* data = std::aligned_alloc(kLine, bytes);
+    if (data == nullptr) throw std::bad_alloc();
+    return static_cast<float*>(data);
+  }
+  float *data_, *own_ = nullptr;
+};
+
+}  // namespace

@@ -16,6 +16,7 @@
 
 #include "arrays.h"
 #include "call.h"
+#include "scratch.h"
 #include "threads.h"
 #include "vectors.h"
 #include "weights.h"
@@ -263,7 +264,7 @@ struct GatoForward {
 };
 
 struct GatoBackward {
-  static constexpr int64_t kGroup = 8;  // examples whose part is summed by itself, where units are few
+  static constexpr int64_t kGroup = 8;
   const Pass& a;
 
   // Examples whose part of a's gradient is summed by itself, so that threads can share them and

@@ -9,8 +9,8 @@
 
 namespace {
 
-// Up to kMostKept bytes stay with the thread for its next call: to be given fresh pages takes a
-// short call longer than all that it does with them.
+// Up to kMostKept bytes stay with the thread for its next call: a short call takes longer to be given
+// fresh pages than for all that it does with them.
 class Scratch {
  public:
   static constexpr int64_t kMostKept = 1 << 26, kLine = 64;

@@ -149,14 +149,15 @@ inline V sigmoid(V x) {
   return 1.0f / (1.0f + exponential(-x));
 }
 
-// tanh to 2e-7 of its value, x P(x^2) / Q(x^2): minimax on [-9, 9]. At 9 it is more than 1, so that
-// from there on it is 1 exactly: no gradient is left, however large what it is multiplied by.
+// tanh to 4e-7 of its value, x P(x^2) / Q(x^2): minimax on [-9, 9], but for Q's last coefficient,
+// which is lowered until the quotient is 1 + 2.7e-7 at 9. So it is 1 exactly from there on, however
+// it is rounded, and leaves no gradient, however large what that is multiplied by.
 template <typename V>
 inline V hyperbolic_tangent(V unbounded) {
   const V x = at_least(at_most(unbounded, 9.0f), -9.0f), z = x * x;
   const float above[] = {1.0f,           0.13680857f,     3.8695093e-03f,
                          2.8031338e-05f, 3.0642589e-08f, -1.2246287e-11f};
-  const float below[] = {1.0f, 0.47014189f, 2.7250161e-02f, 3.9407157e-04f, 1.2890370e-06f};
+  const float below[] = {1.0f, 0.47014189f, 2.7250161e-02f, 3.9407157e-04f, 1.2890336e-06f};
   return at_least(at_most(x * polynomial(above, z) / polynomial(below, z), 1.0f), -1.0f);
 }
 

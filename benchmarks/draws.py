@@ -1,22 +1,26 @@
 """Sizes that nobody chose: ours beside the best of its peers at sizes drawn at random.
 
-A row is one cell at one size, in a process of its own: our side and every peer's run in turn, a
-round after another, and what is said is the best peer's time over ours, by round. A row that is
-below ``LEAST`` is measured again, alone with that peer and with ``AGAIN`` times the rounds; what
-the second measurement says is then the row's.
+A row is one cell at one size: our side and every peer's, each in a process of its own, run in
+turn, a round after another, and what is said is the best peer's time over ours, by round. A peer
+that took more than ``HOPELESS`` times as long as another in the first round takes part in no more.
+A row that is below ``LEAST`` is measured again, alone with that peer and with ``AGAIN`` times the
+rounds; what the second measurement says is then the row's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from benchmarks import floor, ours, pair, process, speed_report
+from benchmarks import floor, pair, process, speed_report
 from benchmarks.command import fail, markdown, milliseconds, save, say
 from benchmarks.peers import PEERS
+from benchmarks.process import Held
 from benchmarks.work import Contender, Size
 
 CELLS = "lstm,gru,ur_lstm,gato1"
@@ -24,7 +28,8 @@ RANGES = {"batch": (1, 256), "steps": (1, 1024), "inputs": (1, 1024), "features"
 MOST_OPERATIONS = 2e11  # of an LSTM's train step
 LEAST = 0.95
 AGAIN = 3
-KINDS = ("forward", "train")
+HOPELESS = 2.0
+DOMINATED = 16_384  # B F from which products take most of the time
 
 
 def sizes(count: int, draw: int) -> list[Size]:
@@ -62,66 +67,64 @@ def opponents(contender: Contender, peers: Sequence[str]) -> list[str]:
 
 
 def measure(
-    contender: str,
-    others: Sequence[str],
-    size: Sequence[int],
-    *,
-    dtype: str,
-    tf32: bool,
-    repeats: int,
-) -> dict[str, Any]:
-    """A row: runs in a process of its own (``process.call``).
+    contender: str, others: Sequence[str], size: Size, held: dict[str, Held], repeats: int
+) -> tuple[dict[str, Any], list[str]]:
+    """A row, measured again where it must be.
 
     Args:
       contender: ours, as ``Contender.parse`` reads it.
       others: ``peer.cell``, with names in ``PEERS``.
       size: B, T, D, F.
-      dtype: of inputs and products.
-      tf32: on a GPU, whether float32 products may use TF32, on all sides.
+      held: by peer its process, and that of ``ours``.
       repeats: rounds.
 
+    Returns:
+      The row, and what is to be said of what was measured again.
+
     Raises:
-      MismatchError: if a side's values or gradients are not those of the plain scan.
+      ProcessError: if a side fails, or if its values or gradients are not those of the plain scan.
     """
-    jax.config.update("jax_default_matmul_precision", None if tf32 else "highest")
-    shape, mine = Size(*size), Contender.parse(contender)
-    tolerance = pair.TOLERANCE["tf32" if tf32 and dtype == "float32" else dtype]
-    sides = {"ours": ours.side(mine, shape, dtype)}
-    pair.check(contender, sides["ours"], mine, shape, dtype, tolerance)
-    for other in others:
-        peer, _, cell = other.partition(".")
-        theirs = PEERS[peer].contender(cell)
-        sides[other] = PEERS[peer].build(theirs, shape, dtype)
-        pair.check(other, sides[other], theirs, shape, dtype, tolerance)
-    return {
+    sides = {"ours": held["ours"], **{other: held[pair.peer_of(other)] for other in others}}
+    for name, side in sides.items():
+        side.send("build", name=contender if name == "ours" else name)
+    facts = {name: side.answer() for name, side in sides.items()}
+
+    def timed(kind: str, names: Sequence[str], rounds: int) -> dict[str, Any]:
+        runs = {name: functools.partial(sides[name].ask, "seconds", kind=kind) for name in names}
+        return beside_best(in_turn(runs, rounds))
+
+    row = {
         "contender": contender,
-        "size": shape._asdict(),
-        "operations": floor.count(Contender("lstm"), shape)["operations"],
-        "device": pair.device_name(),
-        "compile_seconds": sides["ours"].facts["compile_seconds"],
-        **{
-            kind: beside_best(
-                in_turn({name: getattr(side, kind) for name, side in sides.items()}, repeats)
-            )
-            for kind in KINDS
-        },
+        "size": size._asdict(),
+        "work": floor.count(Contender.parse(contender), size),
+        "operations": floor.count(Contender("lstm"), size)["operations"],
+        "device": facts["ours"]["device"],
+        "compile_seconds": facts["ours"]["compile_seconds"],
+        **{kind: timed(kind, list(sides), repeats) for kind in pair.KINDS},
     }
+    again = []
+    for kind in pair.KINDS:
+        best, first = row[kind]["best"], speed_report.ratio(row[kind])
+        if row[kind]["ratio"]["median"] < LEAST:
+            alone = timed(kind, ["ours", best], AGAIN * repeats)
+            row[kind] = alone | {"seconds": row[kind]["seconds"] | alone["seconds"]}
+            again.append(f"{kind} beside {best}: first {first}, then {speed_report.ratio(alone)}")
+    return row, again
 
 
-def in_turn(
-    runs: dict[str, Callable[[], Any]],
-    rounds: int,
-    timer: Callable[[Callable[[], Any]], float] = pair.seconds,
-) -> dict[str, list[float]]:
-    """Seconds of each function, in rounds that begin with each in turn, after one of each."""
-    names = list(runs)
-    for name in names:
-        timer(runs[name])
-    times: dict[str, list[float]] = {name: [] for name in names}
+def in_turn(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds that each function returns, in rounds that begin with each in turn.
+
+    The first round is not counted; a peer that is hopeless in it has that time alone.
+    """
+    first = {name: run() for name, run in runs.items()}
+    least = min(time for name, time in first.items() if name != "ours")
+    names = [name for name in runs if name == "ours" or first[name] <= HOPELESS * least]
+    times = {name: [] if name in names else [first[name]] for name in runs}
     for number in range(rounds):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            times[name].append(timer(runs[name]))
+        start = number % len(names)
+        for name in names[start:] + names[:start]:
+            times[name].append(runs[name]())
     return times
 
 
@@ -131,15 +134,6 @@ def beside_best(times: dict[str, list[float]]) -> dict[str, Any]:
     best = min((name for name in times if name != "ours"), key=seconds.__getitem__)
     ratios = np.array(times[best]) / np.array(times["ours"])
     return {"best": best, "ratio": pair.summary(ratios), "seconds": seconds}
-
-
-def below(row: dict[str, Any]) -> dict[str, list[str]]:
-    """The peers beside which a row is below ``LEAST``, each with what was measured so."""
-    slower: dict[str, list[str]] = {}
-    for kind in KINDS:
-        if row[kind]["ratio"]["median"] < LEAST:
-            slower.setdefault(row[kind]["best"], []).append(kind)
-    return slower
 
 
 def run(options: dict[str, Any], machine: dict[str, Any]) -> int:
@@ -155,6 +149,9 @@ def run(options: dict[str, Any], machine: dict[str, Any]) -> int:
     left_out = [f"{name}: {reason}" for name, reason in missing.items()]
     report: dict[str, Any] = {"machine": machine, "settings": options, "rows": []}
     report |= {"again": [], "left_out": left_out, "failed": []}
+    if options["floor"]:
+        settings = {"dtype": options["dtype"], "tf32": options["tf32"]}
+        report["rates"] = process.call("benchmarks.floor.rates", settings, options["devices"])
     try:
         asked = rows(
             options["cells"] or CELLS, options["random"], options["draw"], options["devices"]
@@ -163,52 +160,42 @@ def run(options: dict[str, Any], machine: dict[str, Any]) -> int:
         fail("speed", str(error))
     if lanes := {str(contender) for contender, *_ in asked if contender.lanes > 1}:
         fail("speed", f"--random runs one lane, as the peers do, got {', '.join(sorted(lanes))}.")
-    for number, (contender, size, devices) in enumerate(asked, 1):
-        where = f"{contender} at {tuple(size)} on {devices} XLA devices"
-        say(f"{number}/{len(asked)} {where}")
-        try:
-            row = _row(contender, size, devices, opponents(contender, peers), options, report)
-        except process.ProcessError as error:
-            report["failed"].append(f"{where}: {error}")
-            say(f"failed: {error}")
-            continue
-        report["rows"].append(row)
-        said = [f"{kind} {_ratio(row[kind])} beside {row[kind]['best']}" for kind in KINDS]
-        say(f"  {', '.join(said)}")
-        save(options["out"], "random", report, table(report))
+    number = 0
+    for (size, devices), group in itertools.groupby(asked, key=lambda row: row[1:]):
+        settings = {"dtype": options["dtype"], "tf32": options["tf32"]}
+        with contextlib.ExitStack() as stack:
+            held: dict[str, Held] = {}
+            for contender, *_ in group:
+                number += 1
+                where = f"{contender} at {tuple(size)} on {devices} XLA devices"
+                say(f"{number}/{len(asked)} {where}")
+                for name in ("ours", *peers):
+                    if name not in held:
+                        count = devices if name == "ours" else 1
+                        held[name] = stack.enter_context(pair.hold(size, count, **settings))
+                try:
+                    row, again = measure(
+                        str(contender), opponents(contender, peers), size, held, options["repeats"]
+                    )
+                except process.ProcessError as error:
+                    report["failed"].append(f"{where}: {error}")
+                    say(f"failed: {error}")
+                    stack.close()  # a process has ended, and others have answers that nobody read
+                    held = {}
+                    continue
+                report["rows"].append({"devices": devices, **row})
+                report["again"] += [f"{where}, {line}" for line in again]
+                said = [
+                    f"{kind} {speed_report.ratio(row[kind])} beside {row[kind]['best']}"
+                    for kind in pair.KINDS
+                ]
+                say(f"  {', '.join(said)}")
+                save(options["out"], "random", report, table(report))
     directory = save(options["out"], "random", report, table(report))
     if report["rows"]:
         speed_report.draw_random(report, directory / "random.png")
     print(table(report))
     return int(bool(report["failed"]))
-
-
-def _row(
-    contender: Contender,
-    size: Size,
-    devices: int,
-    others: list[str],
-    options: dict[str, Any],
-    report: dict[str, Any],
-) -> dict[str, Any]:
-    """A row, measured again where it must be."""
-
-    def measured(others: list[str], repeats: int) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"contender": str(contender), "others": others, "size": size}
-        arguments |= {"repeats": repeats, "dtype": options["dtype"], "tf32": options["tf32"]}
-        row: dict[str, Any] = process.call("benchmarks.draws.measure", arguments, devices)
-        return row
-
-    row = {"devices": devices, **measured(others, options["repeats"])}
-    for other, kinds in below(row).items():
-        alone = measured([other], AGAIN * options["repeats"])
-        for kind in kinds:
-            report["again"].append(
-                f"{contender} at {tuple(size)} on {devices} XLA devices, {kind} beside {other}: "
-                f"first {_ratio(row[kind])}, then {_ratio(alone[kind])}"
-            )
-            row[kind] = alone[kind]
-    return row
 
 
 def table(report: dict[str, Any]) -> str:
@@ -225,6 +212,8 @@ def table(report: dict[str, Any]) -> str:
         "",
         markdown(*_summary(report["rows"])),
     ]
+    if "rates" in report:
+        lines += ["", markdown(*_floors(report))]
     for what, lead in (("again", "Again"), ("left_out", "Left out"), ("failed", "FAILED")):
         lines += ["", *(f"{lead}: {line}" for line in report[what])] if report.get(what) else []
     return "\n".join(lines)
@@ -232,15 +221,15 @@ def table(report: dict[str, Any]) -> str:
 
 def _rows(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     titles = ["B, T, D, F", "devices", "ours"]
-    for kind in KINDS:
+    for kind in pair.KINDS:
         titles += [f"{kind} ms", "best", "its ms", "ratio"]
     cells = []
     for row in rows:
         line = [_place(row), str(row["devices"]), f"`{row['contender']}`"]
-        for kind in KINDS:
+        for kind in pair.KINDS:
             timed = row[kind]
             line += [milliseconds(timed["seconds"]["ours"]), f"`{timed['best']}`"]
-            line += [milliseconds(timed["seconds"][timed["best"]]), _ratio(timed)]
+            line += [milliseconds(timed["seconds"][timed["best"]]), speed_report.ratio(timed)]
         cells.append(line)
     return titles, cells
 
@@ -250,7 +239,7 @@ def _summary(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]
     lines = []
     for contender in dict.fromkeys(row["contender"] for row in rows):
         own = [row for row in rows if row["contender"] == contender]
-        for kind in KINDS:
+        for kind in pair.KINDS:
             ratios = [row[kind]["ratio"]["median"] for row in own]
             worst = own[int(np.argmin(ratios))]
             what = [f"`{contender}`", kind, str(len(own)), f"{np.median(ratios):.2f}"]
@@ -259,10 +248,25 @@ def _summary(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]
     return titles, lines
 
 
+def _floors(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Train steps that products dominate, in times of their floor, beside torch's."""
+    titles = ["B, T, D, F", "devices", "ours", "floor ms", "ours / floor", "torch / floor"]
+    lines = []
+    for row in report["rows"]:
+        if row["size"]["batch"] * row["size"]["features"] < DOMINATED:
+            continue
+        seconds = row["train"]["seconds"]
+        least, _ = speed_report.floor_seconds(row, report["rates"])
+        torch = [time for name, time in seconds.items() if name == f"torch.{row['contender']}"]
+        lines.append(
+            [
+                *(_place(row), str(row["devices"]), f"`{row['contender']}`", milliseconds(least)),
+                *(f"{time / least:.2f}" for time in (seconds["ours"], *torch)),
+                *([] if torch else ["-"]),
+            ]
+        )
+    return titles, lines
+
+
 def _place(row: dict[str, Any]) -> str:
     return ", ".join(map(str, row["size"].values()))
-
-
-def _ratio(timed: dict[str, Any]) -> str:
-    ratios = timed["ratio"]
-    return f"{ratios['median']:.2f} ({ratios['low']:.2f}-{ratios['high']:.2f})"

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import recurrent_gates as rg
+from benchmarks import work
 from benchmarks.work import Arrays, Contender, Gradients, Size, make
 
 _AXIS = "batch"
@@ -157,6 +158,12 @@ def expected(contender: Contender, size: Size, dtype: str) -> tuple[jax.Array, G
     The scan runs on one device and keeps about sqrt(T) steps at a time.
     """
     return _expected(dataclasses.replace(contender, backend="scan"), size, dtype)
+
+
+def forget() -> None:
+    """Lets go of the arrays that were made for comparisons, which can be gigabytes."""
+    _expected.cache_clear()
+    work.forget()
 
 
 @functools.cache

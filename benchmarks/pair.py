@@ -1,21 +1,23 @@
 """One comparison: values first, then times of ours and the other side in turn.
 
-A run of one side is followed by a run of the other, and the ratio is taken between these two
-neighbours, so that a slow moment of the machine falls on both. Which side begins changes from
-pair to pair; the ratio of either half is kept.
+Each side has a process of its own, and all are there at once. A turn of one side is followed by a
+turn of the next, and the ratio is taken between neighbours, so that a slow moment of the machine
+falls on both. Which side begins changes from round to round.
 """
 
 from __future__ import annotations
 
+import functools
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks import floor, ours
+from benchmarks import floor, ours, process
 from benchmarks.ours import Side
 from benchmarks.peers import PEERS
 from benchmarks.work import Contender, Size, check_equal
@@ -31,60 +33,138 @@ PACKAGES = (
 )
 
 
+KINDS = ("forward", "train")
+_TURN = 0.05  # seconds of a turn: a short call is repeated, as in a user's loop
+_CALLS = 20  # at most, in a turn
+_PAUSE = 0.02  # seconds before a turn, in which the other side's threads fall asleep
+
+
+class Sides:
+    """The sides of comparisons at one size, in the process where they run (``process.Held``).
+
+    Args:
+      size: B, T, D, F.
+      dtype: of inputs and products.
+      tf32: on a GPU, whether float32 products may use TF32.
+    """
+
+    def __init__(self, size: Sequence[int], dtype: str, tf32: bool) -> None:
+        jax.config.update("jax_default_matmul_precision", None if tf32 else "highest")
+        self._size, self._dtype = Size(*size), dtype
+        self._tolerance = TOLERANCE["tf32" if tf32 and dtype == "float32" else dtype]
+        self._name, self._facts = "", dict[str, Any]()
+        self._side: Side | None = None
+
+    def build(self, name: str) -> dict[str, Any]:
+        """Makes a side, unless it is there, and lets go of the one before it.
+
+        Args:
+          name: a contender of ours, or ``peer.cell`` with a name in ``PEERS``.
+
+        Returns:
+          What is known of it beside times.
+
+        Raises:
+          MismatchError: if its values or gradients are not those of the plain scan.
+        """
+        if name == self._name:
+            return self._facts
+        self._side = None
+        contender, make = named(name), PEERS[peer_of(name)].build if peer_of(name) else ours.side
+        side = make(contender, self._size, self._dtype)
+        error = check(name, side, contender, self._size, self._dtype, self._tolerance)
+        ours.forget()
+        self._name, self._side = name, side
+        self._facts = {**side.facts, "error": error, "tolerance": self._tolerance}
+        self._facts["device"] = device_name()
+        return self._facts
+
+    def seconds(self, kind: str) -> float:
+        """Of one call in a turn of the side that was built.
+
+        Args:
+          kind: of ``KINDS``.
+        """
+        time.sleep(_PAUSE)
+        return turn(getattr(self._side, kind))
+
+
+def named(name: str) -> Contender:
+    """What a side is a form of: ``peer.cell`` with the peer's equations, or a contender of ours."""
+    peer = peer_of(name)
+    return PEERS[peer].contender(name[len(peer) + 1 :]) if peer else Contender.parse(name)
+
+
+def peer_of(name: str) -> str:
+    """The peer whose side it names; empty for ours."""
+    peer = name.partition(".")[0]
+    return peer if peer in PEERS else ""
+
+
+def hold(size: Size, devices: int, **settings: Any) -> process.Held:
+    """A process with ``Sides``; ``settings`` are its dtype and tf32."""
+    return process.Held("benchmarks.pair.Sides", {"size": size, **settings}, devices)
+
+
+def build(sides: Mapping[str, process.Held]) -> dict[str, dict[str, Any]]:
+    """Builds a side in each process, all at once; returns what is known of each."""
+    for name, held in sides.items():
+        held.send("build", name=name)
+    return {name: held.answer() for name, held in sides.items()}
+
+
 def measure(
     contender: str,
     other: str,
-    size: Sequence[int],
+    size: Size,
     *,
+    devices: int,
+    repeats: int = 10,
     dtype: str = "float32",
     tf32: bool = False,
-    repeats: int = 10,
 ) -> dict[str, Any]:
-    """A row: runs in a process of its own (``process.call``).
+    """A row.
 
     Args:
       contender: ours, as ``Contender.parse`` reads it.
       other: another contender of ours, or ``peer.cell`` with a name in ``PEERS``.
       size: B, T, D, F.
+      devices: XLA CPU devices of ours; a peer has one.
+      repeats: pairs of turns.
       dtype: of inputs and products.
       tf32: on a GPU, whether float32 products may use TF32, on both sides.
-      repeats: pairs of runs.
 
     Raises:
-      MismatchError: if either side's values or gradients are not those of the plain scan.
+      ProcessError: if a side fails, or if its values or gradients are not those of the plain scan.
     """
-    jax.config.update("jax_default_matmul_precision", None if tf32 else "highest")
-    shape = Size(*size)
-    tolerance = TOLERANCE["tf32" if tf32 and dtype == "float32" else dtype]
-    mine = Contender.parse(contender)
-    our_side = ours.side(mine, shape, dtype)
-    # Before the other framework is imported, to see what its presence costs.
-    alone = summary([seconds(our_side.train) for _ in range(1 + max(2, repeats // 3))][1:])
-
-    peer, _, cell = other.rpartition(".")
-    theirs = PEERS[peer].contender(cell) if peer else Contender.parse(cell)
-    other_side = (PEERS[peer].build if peer else ours.side)(theirs, shape, dtype)
-    errors = {
-        "ours": check(str(mine), our_side, mine, shape, dtype, tolerance),
-        "other": check(other, other_side, theirs, shape, dtype, tolerance),
-    }
+    settings = {"dtype": dtype, "tf32": tf32}
+    mine, theirs = named(contender), named(other)
+    with (
+        hold(size, devices, **settings) as our_side,
+        hold(size, 1 if peer_of(other) else devices, **settings) as other_side,
+    ):
+        facts = build({contender: our_side, other: other_side})
+        times = {
+            kind: interleave(
+                functools.partial(our_side.ask, "seconds", kind=kind),
+                functools.partial(other_side.ask, "seconds", kind=kind),
+                repeats,
+                timer=lambda run: run(),
+            )
+            for kind in KINDS
+        }
     return {
         "contender": contender,
         "other": other,
         "same_equations": (mine.cell, mine.detach, mine.form)
         == (theirs.cell, theirs.detach, theirs.form),
-        "size": dict(zip(Size._fields, shape, strict=True)),
+        "size": size._asdict(),
         "dtype": dtype,
         "tf32": tf32,
-        "device": device_name(),
-        "tolerance": tolerance,
-        "errors": errors,
-        "ours": our_side.facts,
-        "theirs": other_side.facts,
-        "alone": alone,
-        "work": floor.count(mine, shape, jax.numpy.dtype(dtype).itemsize),
-        "forward": interleave(our_side.forward, other_side.forward, repeats),
-        "train": interleave(our_side.train, other_side.train, repeats),
+        "ours": facts[contender],
+        "theirs": facts[other],
+        "work": floor.count(mine, size, jax.numpy.dtype(dtype).itemsize),
+        **times,
     }
 
 
@@ -104,6 +184,14 @@ def seconds(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
+
+
+def turn(run: Callable[[], Any], timer: Callable[[Callable[[], Any]], float] = seconds) -> float:
+    """Seconds of a call: a first one where it is long, else the median of those that follow it."""
+    first = timer(run)
+    if first >= _TURN:
+        return first
+    return statistics.median(timer(run) for _ in range(min(_CALLS, 1 + int(_TURN / first))))
 
 
 def interleave(

@@ -1,16 +1,18 @@
-"""Runs a function in a process of its own and hands back what it returns.
+"""Runs a function in a process of its own, or holds an object there and calls its methods.
 
 Devices, thread pools and the order of imports are settled before any framework starts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import subprocess
 import sys
-from typing import Any
+import tempfile
+from typing import Any, Self
 
 
 class ProcessError(Exception):
@@ -59,15 +61,84 @@ def call(function: str, arguments: dict[str, Any], devices: int) -> Any:
         check=False,
     )
     if done.returncode:
-        last = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
-        raise ProcessError(last)
+        raise ProcessError(_last_line(done.stderr, done.returncode))
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main(function: str, arguments: str) -> None:
+class Held:
+    """An object in a process of its own: two of them wait while a third computes.
+
+    Sides of a comparison that share a process disturb each other: torch's idle threads stay awake
+    for some milliseconds and take a core from ours.
+
+    Args:
+      function: dotted name of what makes the object; arguments and results pass through JSON.
+      arguments: its keywords.
+      devices: XLA CPU devices of the process.
+    """
+
+    def __init__(self, function: str, arguments: dict[str, Any], devices: int) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115, it lives as long as the process
+        command = [sys.executable, "-m", "benchmarks.process", function, json.dumps(arguments)]
+        self._process = subprocess.Popen(
+            [*command, "hold"],
+            env=environment(devices),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def send(self, method: str, **arguments: Any) -> None:
+        """Asks for ``object.method(**arguments)``; ``answer`` waits for what it returns."""
+        assert self._process.stdin
+        with contextlib.suppress(BrokenPipeError):  # what it died of is said by ``answer``
+            print(json.dumps([method, arguments]), file=self._process.stdin, flush=True)
+
+    def answer(self) -> Any:
+        """What the oldest question that has no answer yet returned.
+
+        Raises:
+          ProcessError: if the process ended with an error.
+        """
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            self._errors.seek(0)
+            raise ProcessError(_last_line(self._errors.read(), status))
+        return json.loads(line)
+
+    def ask(self, method: str, **arguments: Any) -> Any:
+        """``send``, then ``answer``."""
+        self.send(method, **arguments)
+        return self.answer()
+
+
+def _last_line(errors: str, status: int) -> str:
+    return (errors.strip() or f"exit status {status}").splitlines()[-1]
+
+
+def main(function: str, arguments: str, *hold: str) -> None:
     module, _, name = function.rpartition(".")
+    answers = sys.stdout
+    if hold:  # whatever a framework prints is no answer
+        sys.stdout = sys.stderr
     result = getattr(importlib.import_module(module), name)(**json.loads(arguments))
-    print(json.dumps(result))
+    if not hold:
+        print(json.dumps(result))
+        return
+    for line in sys.stdin:
+        method, keywords = json.loads(line)
+        print(json.dumps(getattr(result, method)(**keywords)), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """``python -m benchmarks.speed``: our cells beside other frameworks' and beside each other.
 
-Every row is one comparison in a process of its own: both sides are given the same arrays, their
-values and gradients are checked, and forward pass and train step are timed in turn (``pair``).
+Every row is one comparison: both sides, each in a process of its own, are given the same arrays,
+their values and gradients are checked, and forward pass and train step are timed in turn
+(``pair``).
 A train step is the forward pass and the gradient of sum(ys * cotangent) with respect to
 parameters, inputs and initial carry. The ratio is the other side's time over ours, so above 1 we
 are faster; it is the median over pairs of neighbouring runs, with quartiles.
@@ -21,7 +22,7 @@ from absl import flags
 from absl.flags import FlagValues
 
 import recurrent_gates as rg
-from benchmarks import draws, process, speed_report
+from benchmarks import draws, pair, process, speed_report
 from benchmarks.command import fail, parse, save, say
 from benchmarks.peers import PEERS
 from benchmarks.work import Contender, Size
@@ -160,9 +161,8 @@ def _check_random(options: dict[str, Any]) -> None:
     """Ends the program on a flag that has no effect; fills in the seed."""
     if options["random"] is None and options["draw"] is not None:
         fail("speed", "--draw has no effect without --random.")
-    for name in ("sizes", "floor"):
-        if options["random"] is not None and options[name]:
-            fail("speed", f"--{name} has no effect with --random.")
+    if options["random"] is not None and options["sizes"]:
+        fail("speed", "--sizes has no effect with --random.")
     options["draw"] = options["draw"] or 0
 
 
@@ -188,9 +188,10 @@ def main(argv: Sequence[str]) -> int:
         if row.other.partition(".")[0] in machine["missing"]:
             continue
         say(f"{number}/{len(rows)} {row.contender} beside {row.other} at {tuple(row.size)}")
-        arguments = {**row._asdict(), **settings, "repeats": options["repeats"]}
         try:
-            measured = process.call("benchmarks.pair.measure", arguments, options["devices"])
+            measured = pair.measure(
+                *row, devices=options["devices"], repeats=options["repeats"], **settings
+            )
         except process.ProcessError as error:
             unserved = "does not serve this" in str(error)
             failed = failed or not unserved

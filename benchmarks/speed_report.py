@@ -60,16 +60,19 @@ def _rows(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def floor_cells(row: dict[str, Any], rates: dict[str, float]) -> list[str]:
     """Operations, bytes, floor time and how often it goes into our train step."""
     work = row["work"]
-    by_operations = work["operations"] / rates["operations_per_second"]
-    by_bytes = work["bytes"] / rates["bytes_per_second"]
-    floor = max(by_operations, by_bytes)
+    floor, by = floor_seconds(row, rates)
     times = row["train"]["ours"]["median"] / floor
     return [
         f"{work['operations'] / 1e9:,.1f}",
         f"{work['bytes'] / 1e6:,.0f}",
-        milliseconds(floor) + (" (bytes)" if by_bytes > by_operations else ""),
+        milliseconds(floor) + (" (bytes)" if by == "bytes" else ""),
         f"{times:.1f}",
     ]
+
+
+def floor_seconds(row: dict[str, Any], rates: dict[str, float]) -> tuple[float, str]:
+    """The time that the device's rates allow a train step, and which of them it is."""
+    return max((row["work"][what] / rates[f"{what}_per_second"], what) for what in row["work"])
 
 
 def draw(report: dict[str, Any], path: Path) -> None:

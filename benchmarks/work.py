@@ -137,6 +137,11 @@ def _make(contender: Contender, size: Size, dtype: str) -> Arrays:
     return jax.jit(jax.vmap(make_lane))(jnp.arange(contender.lanes))
 
 
+def forget() -> None:
+    """Lets go of the arrays that ``make`` has kept."""
+    _make.cache_clear()
+
+
 def _make_lane(contender: Contender, size: Size, dtype: str, seed: Any) -> Arrays:
     keys = jax.random.split(jax.random.fold_in(jax.random.key(0), seed), 6)
     cell = contender.build(size.features, dtype)

@@ -1,5 +1,6 @@
 """Random sizes: what is drawn, whom ours is beside, and what becomes of a row that is slow."""
 
+import functools
 import itertools
 import json
 
@@ -61,69 +62,101 @@ def test_a_form_has_other_equations(cell, form):
 def test_runs_take_turns_and_the_best_peer_is_that_of_the_smallest_median():
     order, clock = [], itertools.count()
 
-    def timer(run):
-        run()
-        return 1.0 + next(clock)
+    def run(name):
+        order.append(name)
+        return {"ours": 9.0, "a": 1.0, "b": 2.0, "slow": 2.5}[name] + next(clock)
 
-    runs = {name: lambda name=name: order.append(name) for name in ("ours", "a", "b")}
-    times = draws.in_turn(runs, 2, timer)
-    assert order == ["ours", "a", "b", "ours", "a", "b", "a", "b", "ours"]
-    assert times == {"ours": [4.0, 9.0], "a": [5.0, 7.0], "b": [6.0, 8.0]}
+    runs = {name: functools.partial(run, name) for name in ("ours", "a", "b", "slow")}
+    times = draws.in_turn(runs, 2)  # the first round: 9, 2, 4, 5.5, of which 2 is the least
+    assert order == ["ours", "a", "b", "slow", "ours", "a", "b", "a", "b", "ours"]
+    assert times == {"ours": [13.0, 18.0], "a": [6.0, 8.0], "b": [8.0, 10.0], "slow": [5.5]}
     said = draws.beside_best({"ours": [2.0, 4.0, 4.0], "a": [9.0, 9.0, 9.0], "b": [8.0, 2.0, 4.0]})
     assert said["best"] == "b" and said["seconds"] == {"ours": 4.0, "a": 9.0, "b": 4.0}
     assert said["ratio"] == pair.summary([4.0, 0.5, 1.0])
 
 
-def timed(best, ratio):
-    seconds = {"ours": 1.0, best: ratio}
-    return {"best": best, "ratio": dict(median=ratio, low=ratio, high=ratio), "seconds": seconds}
+class Sides:
+    """Sides that say what they were asked, and take what a list says."""
+
+    def __init__(self, size, devices):
+        self.size, self.devices, self.asked = size, devices, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.asked.append("closed")
+
+    def send(self, method, **arguments):
+        self.asked.append(arguments["name"])
+
+    def answer(self):
+        if self.asked[-1] == "torch.gru":
+            raise process.ProcessError("MismatchError: torch.gru forward is off by 1.")
+        return {"device": "cpu x 1", "compile_seconds": 1.0}
+
+    def ask(self, method, *, kind):
+        self.asked.append(kind)
+        calls = self.asked.count(kind)
+        if self.asked[0] == "lstm":
+            return {"forward": 1.0, "train": 2.0}[kind]
+        # flax is the faster of both, at first faster than ours as well
+        if self.asked[0] == "flax.lstm":
+            return {"forward": 0.9 if calls < 5 else 1.2, "train": 4.0}[kind]
+        return {"forward": 1.1, "train": 5.0}[kind]
 
 
 def test_a_row_below_is_measured_again_alone(monkeypatch, tmp_path, capsys):
-    calls = []
+    made = []
+    missing = {name: f"{name} is not installed" for name in peers.PEERS if name != "flax"}
+    del missing["torch"]
+    machine = {"platform": "cpu", "device": "cpu x 1", "versions": {"jax": "1"}}
 
     def call(function, arguments, devices):
-        if function.endswith("machine"):
-            missing = {name: f"{name} is not installed" for name in peers.PEERS if name != "flax"}
-            del missing["torch"]
-            versions = {"jax": "1"}
-            return {
-                "platform": "cpu",
-                "device": "cpu x 1",
-                "versions": versions,
-                "missing": missing,
-            }
-        calls.append((arguments["others"], arguments["repeats"], devices))
-        if len(calls) == 4:
-            raise process.ProcessError("MismatchError: torch.lstm forward is off by 1.")
-        first = len(arguments["others"]) > 1
-        return {
-            "contender": arguments["contender"],
-            "size": Size(*arguments["size"])._asdict(),
-            "operations": 1e9,
-            "forward": timed("flax.lstm", 0.9 if first and len(calls) == 1 else 1.2),
-            "train": timed("torch.lstm" if first else arguments["others"][0], 2.0),
-        }
+        if function.endswith("rates"):
+            return {"operations_per_second": 1e9, "bytes_per_second": 1e12}
+        return machine | {"missing": missing}
+
+    def hold(size, devices, **settings):
+        assert settings == {"dtype": "float32", "tf32": False}
+        made.append(Sides(size, devices))
+        return made[-1]
 
     monkeypatch.setattr(process, "call", call)
-    flags = ["--random=3", "--draw=5", "--cells=lstm", "--repeats=4", "--devices=2"]
+    monkeypatch.setattr(pair, "hold", hold)
+    monkeypatch.setattr(draws, "DOMINATED", 1)
+    flags = ["--random=2", "--draw=5", "--cells=lstm,gru", "--repeats=3", "--devices=2", "--floor"]
     assert speed.main(["speed", *flags, f"--out={tmp_path}"]) == 1
-    both = ["torch.lstm", "flax.lstm"]
-    assert calls == [(both, 4, 1), (["flax.lstm"], 12, 1), (both, 4, 2), (both, 4, 1)]
     report = json.loads((tmp_path / "random.json").read_text())
+    sizes = draws.sizes(2, 5)
+    assert [side.devices for side in made] == [1, 1, 1, 2, 1, 1]  # peers have one device
+    assert [side.size for side in made] == [sizes[0]] * 3 + [sizes[1]] * 3
+    # A round that does not count, three that do; of forward nine more of ours and of flax, after
+    # one that does not count.
+    ours_, torch, flax = (side.asked for side in made[:3])
+    forward = ["forward"] * 4
+    assert ours_ == ["lstm", *forward, *["train"] * 4, *["forward"] * 10, "gru", "closed"]
+    assert torch == ["torch.lstm", *forward, *["train"] * 4, "torch.gru", "closed"]
+    assert flax[:19] == ["flax.lstm", *forward, *["train"] * 4, *["forward"] * 10]
+    first, _ = report["rows"]
     assert [row["devices"] for row in report["rows"]] == [1, 2]
-    assert report["rows"][0]["forward"]["ratio"]["median"] == 1.2
-    assert report["rows"][0]["train"]["best"] == "torch.lstm"  # was not below
-    assert "first 0.90 (0.90-0.90), then 1.20" in report["again"][0]
-    assert "torch.lstm forward is off by 1." in report["failed"][0]
+    assert first["forward"]["ratio"]["median"] == 1.2 and first["forward"]["best"] == "flax.lstm"
+    assert first["forward"]["seconds"] == {"ours": 1.0, "torch.lstm": 1.1, "flax.lstm": 1.2}
+    assert first["train"]["best"] == "flax.lstm" and first["train"]["ratio"]["median"] == 2.0
+    assert "forward beside flax.lstm: first 0.90 (0.90-0.90), then 1.20" in report["again"][0]
+    assert len(report["failed"]) == 2 and "torch.gru forward is off by 1." in report["failed"][0]
     assert (tmp_path / "random.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "| `lstm` | train | 2 | 2.00 | 2.00 |" in printed
-    assert "Left out: haiku: haiku is not installed" in printed and "FAILED: lstm at" in printed
+    assert "Left out: haiku: haiku is not installed" in printed and "FAILED: gru at" in printed
+    least = floor.count(Contender("lstm"), sizes[0])["operations"] / 1e9
+    assert f"| {1e3 * least:,.1f} | {2 / least:.2f} | {5 / least:.2f} |" in printed
 
 
 def test_a_row_is_measured(in_process):
-    row = draws.measure("ur_lstm", ["flax.lstm"], SIZE, dtype="float32", tf32=False, repeats=2)
+    held = {name: pair.hold(SIZE, 1, dtype="float32", tf32=False) for name in ("ours", "flax")}
+    row, again = draws.measure("ur_lstm", ["flax.lstm"], SIZE, held, 2)
     assert row["contender"] == "ur_lstm" and row["size"] == SIZE._asdict()
-    for kind in draws.KINDS:
+    for kind in pair.KINDS:
         assert row[kind]["best"] == "flax.lstm" and row[kind]["ratio"]["low"] > 0
+    assert all(line.split()[0] in pair.KINDS for line in again)

@@ -212,7 +212,7 @@ def test_the_program_writes_what_it_measured(in_process, tmp_path, capsys):
     assert report["settings"]["repeats"] == 2 and not report.get("failed")
     for row in rows.values():
         assert row["size"] == {"batch": 2, "steps": 5, "inputs": 3, "features": 4}
-        assert 0 <= max(row["errors"].values()) < row["tolerance"]
+        assert all(0 <= row[side]["error"] < row[side]["tolerance"] for side in ("ours", "theirs"))
         train = row["train"]
         assert train["ratio"]["low"] <= train["ratio"]["median"] <= train["ratio"]["high"]
         assert row["ours"]["temporary_bytes"] > 0 and row["ours"]["compile_seconds"] > 0
@@ -281,6 +281,46 @@ def test_a_process_has_its_devices_and_its_errors_have_a_sentence():
     machine = process.call("benchmarks.pair.machine", {}, 3)
     assert machine["platform"] == "cpu" and machine["device"].endswith("x 3")
     assert machine["missing"]["jax"] == "it needs an NVIDIA GPU"
-    with pytest.raises(process.ProcessError, match="ValueError: There is no cell 'no'"):
-        arguments = {"contender": "no", "other": "lstm", "size": SIZE}
-        process.call("benchmarks.pair.measure", arguments, 1)
+    with pytest.raises(process.ProcessError, match="KeyError: 'no'"):
+        process.call("benchmarks.pair.Sides", {"size": SIZE, "dtype": "no", "tf32": False}, 1)
+
+
+def test_an_object_is_held_and_what_it_dies_of_is_said():
+    with process.Held("tests.benchmarks.test_speed.Counter", {"start": 3}, 1) as held:
+        held.send("more", by=4)
+        held.send("more", by=1)
+        assert held.answer() == 7 and held.answer() == 8
+        assert held.ask("devices") == 1
+        with pytest.raises(process.ProcessError, match="ZeroDivisionError: division by zero"):
+            held.ask("fail")
+
+
+class Counter:
+    def __init__(self, start):
+        self.count = start
+
+    def more(self, by):
+        print("frameworks print what they like")
+        self.count += by
+        return self.count
+
+    def devices(self):
+        return jax.device_count()
+
+    def fail(self):
+        return 1 / 0
+
+
+def test_a_turn_is_one_long_call_or_the_median_of_short_ones():
+    times = iter([0.2])
+    assert pair.turn(lambda: None, lambda run: next(times)) == 0.2
+    times = iter([0.02, 0.5, 0.01, 0.03])  # 1 + 2 calls follow the first
+    assert pair.turn(lambda: None, lambda run: next(times)) == 0.03
+    times = iter([1e-5, *range(20)])
+    assert pair.turn(lambda: None, lambda run: next(times)) == 9.5
+
+
+def test_a_side_is_named_with_a_point_or_without():
+    assert pair.named("haiku.gru") == Contender("gru", form="reset before")
+    assert pair.named("lstm/scan+detach0.5") == Contender("lstm", "scan", 0.5)
+    assert pair.peer_of("torch.lstm") == "torch" and pair.peer_of("lstm+detach0.5") == ""

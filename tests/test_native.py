@@ -51,9 +51,12 @@ SIZES = {
     "wide_inputs": (4, (2,), 130, 6),
     "wide_inputs_of_many_rows": (3, (13,), 131, 37),
     "one_step": (1, (7,), 3, 33),
+    "two_steps": (2, (1,), 140, 35),
+    "few_steps_of_many_units": (2, (2,), 60, 300),
     "rows": (3, (41,), 9, 72),
     "units": (3, (9,), 5, 230),
 }
+GATED = {"wide_inputs_of_more_rows": (4, (9,), 130, 6)}  # whose kernels are laid side by side
 # As much work as threads of a GATO share, whose products are cheap.
 LARGE = {"many_examples": (40, (64,), 30, 40), "many_units": (40, (9,), 30, 230)}
 FNS = functools.partial(rg.Detach, 0.5), functools.partial(rg.Damp, 0.25)
@@ -75,7 +78,9 @@ CASES = [
     for (turn, cell), (number, how) in itertools.product(enumerate(CELLS), enumerate(HOW))
     if "masks" not in HOW[how] or cell in MASKED
 ]
-CASES += [(cell, "both", size) for cell, size in itertools.product(("lstm", "gru"), SIZES)]
+CASES += [
+    (cell, "both", size) for cell, size in itertools.product(("lstm", "gru"), [*SIZES, *GATED])
+]
 CASES += [("gato1", "detach", size) for size in SIZES]
 
 
@@ -87,7 +92,7 @@ def two_cores(monkeypatch):
 
 def arrays(make, size):
     """(cell, (params, xs, carry)), in float32."""
-    steps, batch, inputs, features = (SIZES | LARGE)[size]
+    steps, batch, inputs, features = (SIZES | GATED | LARGE)[size]
     cell = make(features)
     params = randomize(jax.eval_shape(lambda: cell.init_params(jax.random.key(0), inputs)), 1, 0.4)
     carry = randomize(cell.initial(batch), 2, 0.5)

@@ -38,9 +38,14 @@ from recurrent_gates.gates import Gate
 from recurrent_gates.scan import Loop, Segment, with_zeros
 
 # Of few rows a kernel reads each weight for little: from so many inputs their product of all steps
-# at once, which goes through memory, costs less.
+# at once, which goes through memory, costs less, but for a step or two.
 _FEW_INPUTS = 128
 _MANY_ROWS = 12
+_FEW_STEPS = 2
+# Where so few rows of all steps are multiplied, by kernels of so many numbers, laying the slots'
+# kernels side by side costs more than a product for each.
+_FEW_PRODUCTS = 32
+_LARGE_KERNEL = 1 << 14
 
 
 class Kernels(NamedTuple):
@@ -119,6 +124,24 @@ def _forward(loop: Loop) -> tuple[tuple[Carry, jax.Array, jax.Array | None], Any
     return result, (loop, out)
 
 
+def _all_inputs(xs: jax.Array, kernels: list[jax.Array]) -> jax.Array:
+    """xs W of all slots side by side: ``[N, D]`` -> ``[N, slots F]``."""
+    if len(xs) <= _FEW_PRODUCTS:
+        return jnp.concatenate([xs @ kernel for kernel in kernels], axis=-1)
+    return xs @ jnp.concatenate(kernels, axis=-1)
+
+
+def _cotangent_of_inputs(d_z: jax.Array, kernels: list[jax.Array]) -> jax.Array:
+    """The cotangent of xs in xs W: ``[T, B, slots F]`` -> ``[T, B, D]``."""
+    steps, rows, _ = d_z.shape
+    if steps * rows > _FEW_PRODUCTS or kernels[0].size < _LARGE_KERNEL:
+        return d_z @ jnp.concatenate(kernels, axis=-1).T
+    sides = jnp.split(flat(d_z, 2), len(kernels), axis=-1)
+    # XLA is faster where the kernel comes first.
+    products = [kernel @ d.T for kernel, d in zip(kernels, sides, strict=True)]
+    return functools.reduce(jnp.add, products).T.reshape(steps, rows, -1)
+
+
 def _backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
     loop, out = saved
     d_last, d_hs, d_cs = cotangents
@@ -127,8 +150,8 @@ def _backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
     slots = _kernels_of(loop).slots
     d = Backward.of(loop, out, d_last, d_hs, d_cs)
     of_weights = WeightGradients.of(loop, out, d)
-    kernel = jnp.concatenate([params["kernel"][slot] for slot in slots], axis=-1)
-    d_xs = d.z @ kernel.T
+    kernels = [params["kernel"][slot] for slot in slots]
+    d_xs = _cotangent_of_inputs(d.z, kernels)
 
     def paired(params: Any, xs: jax.Array, carry: Carry, reset_carry: Carry) -> jax.Array:
         """The linear function whose gradient is asked for, also where a shard_map adds it up."""
@@ -268,12 +291,12 @@ class Forward(_Gated):
         _, slots, apart = self.kernels
         steps, rows, inputs = xs.shape
         features = carry.h.shape[-1]
-        project = inputs <= _FEW_INPUTS or rows >= _MANY_ROWS
+        project = inputs <= _FEW_INPUTS or rows >= _MANY_ROWS or steps <= _FEW_STEPS
         if project:
             operands = [xs, *(params["kernel"][slot] for slot in slots)]
         else:
-            kernel = jnp.concatenate([params["kernel"][slot] for slot in slots], axis=-1)
-            operands = [(flat(xs, 2) @ kernel).reshape(steps, rows, -1)]
+            kernels = [params["kernel"][slot] for slot in slots]
+            operands = [_all_inputs(flat(xs, 2), kernels).reshape(steps, rows, -1)]
         operands.append(_biases(self.cell, slots, params))
         if apart:
             own = params.get("recurrent_bias", {})

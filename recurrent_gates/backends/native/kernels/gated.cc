@@ -9,8 +9,9 @@
 // A step of an example that is not valid keeps its carry, and is not computed where its whole block
 // is not valid; one that is reset reads another carry, which the step before it leaves for it.
 //
-// Weights are packed once a call, in the order in which they are read. Threads share the batch, and
-// then never wait for each other, or the units, and then do at every step; see `split`.
+// Weights are packed once a call, in the order in which they are read, but where they are read a few
+// times only. Threads share the batch, and then never wait for each other, or the units, and then do
+// at every step; see `split`.
 // Everything is [T, B, F]: time, batch, features.
 
 #include <algorithm>
@@ -137,7 +138,10 @@ enum class Split { kAlone, kRows, kUnits };
 constexpr int64_t kOwnCache = 3 << 18;     // bytes of a core's own cache, for weights
 constexpr int64_t kRowsForAll = 48;        // of a thread, from which reading all weights is little
 constexpr int64_t kLeastOfStep = 60000;    // multiply-adds, from which a barrier is little
-constexpr int kPartsOfThread = 4;          // of the rows: one thread may come late
+constexpr int kPartsOfThread = 4;          // of what is shared: one thread may come late
+
+constexpr int64_t kFewPasses = 3;          // over the weights, to which packing them would add two
+constexpr int64_t kLeastRead = 1 << 18;    // numbers of a pass, from which waking a thread is little
 
 // How threads share a loop: rows where all weights fit each one's cache, or where each has many
 // rows; else units, where a step is long enough for a barrier.
@@ -222,12 +226,13 @@ struct Forward {
   }
 
   template <int rows>
-  void block(int64_t step, const float* h_tm1, const float* c_tm1, float* c_t, int64_t b,
-             int64_t block) const {
-    const int64_t t = a.time(step);
-    const int64_t F = a.features, D = a.inputs, at = block * kLanes;
+  using Sums = Vector[rows][kSums];
+
+  // What a block's sums are before the products.
+  template <int rows>
+  void start(int64_t t, int64_t b, int64_t block, Sums<rows>& sums) const {
+    const int64_t F = a.features, at = block * kLanes;
     const int n = std::min<int64_t>(kLanes, F - at);
-    Vector sums[rows][kSums];
 #pragma GCC unroll 5
     for (int g = 0; g < kSums; ++g) {
       const bool own = Cell::apart && g == G - 1;
@@ -236,14 +241,17 @@ struct Forward {
 #pragma GCC unroll 12
       for (int m = 0; m < rows; ++m) {
         sums[m][g] = bias;
-        if (D == 0 && !own) sums[m][g] += load(a.z[slot].at(a.row(t, b + m)) + at, n);
+        if (a.inputs == 0 && !own) sums[m][g] += load(a.z[slot].at(a.row(t, b + m)) + at, n);
       }
     }
-    if (any_valid(a.row(t, b), rows)) {
-      const float* weights = a.packed + block * block_size();
-      multiply<rows, true>(a.xs + a.row(t, b) * D, D, weights, sums);
-      multiply<rows, false>(h_tm1 + b * F, F, weights + D * G * kLanes, sums);
-    }
+  }
+
+  // (c_t, h_t) of a block from its sums.
+  template <int rows>
+  void finish(int64_t step, const float* h_tm1, const float* c_tm1, float* c_t, int64_t b,
+              int64_t block, const Sums<rows>& sums) const {
+    const int64_t t = a.time(step), F = a.features, at = block * kLanes;
+    const int n = std::min<int64_t>(kLanes, F - at);
     for (int m = 0; m < rows; ++m) {
       const int64_t row = a.row(t, b + m), state = (b + m) * F + at;
       Vector c = Cell::has_c ? load(c_tm1 + state, n) : zero(), h_t = load(h_tm1 + state, n);
@@ -260,10 +268,81 @@ struct Forward {
     }
   }
 
+  template <int rows>
+  void block(int64_t step, const float* h_tm1, const float* c_tm1, float* c_t, int64_t b,
+             int64_t block) const {
+    const int64_t row = a.row(a.time(step), b);
+    Sums<rows> sums;
+    start<rows>(a.time(step), b, block, sums);
+    if (any_valid(row, rows)) {
+      const float* weights = a.packed + block * block_size();
+      multiply<rows, true>(a.xs + row * a.inputs, a.inputs, weights, sums);
+      multiply<rows, false>(h_tm1 + b * a.features, a.features,
+                            weights + a.inputs * G * kLanes, sums);
+    }
+    finish<rows>(step, h_tm1, c_tm1, c_t, b, block, sums);
+  }
+
   bool any_valid(int64_t row, int rows) const {
     for (int m = 0; m < rows; ++m)
       if (!a.invalid(row + m)) return true;
     return false;
+  }
+
+  // Weights that are read where they are: a few of their rows at a time, from one end to the other,
+  // so that the sums of all units are kept in memory meanwhile, [blocks][sums][rows][lanes].
+  bool in_place() const { return a.steps * up(a.batch, kRows) <= kFewPasses; }
+  int64_t sums_size() const { return blocks() * kSums * kRows * kLanes; }
+
+  template <int rows>
+  float* kept_sums(int64_t block, int g) const {
+    return a.packed + (block * kSums + g) * rows * kLanes;
+  }
+
+  template <int rows, bool input>
+  void multiply_in_place(const float* x, int64_t count, const float* const* weights,
+                         Range blocks) const {
+    constexpr int64_t kFew = 8;
+    const int64_t F = a.features;
+    for (int64_t k0 = 0; k0 < count; k0 += kFew)
+      for (int g = 0; g < G; ++g)
+        for (int64_t block = blocks.begin; block < blocks.end; ++block) {
+          const int64_t at = block * kLanes, end = std::min(count, k0 + kFew);
+          const int n = std::min<int64_t>(kLanes, F - at);
+          float* kept = kept_sums<rows>(block, input ? sum_of_input(g) : g);
+          Vector sum[rows];
+#pragma GCC unroll 12
+          for (int m = 0; m < rows; ++m) sum[m] = load(kept + m * kLanes);
+          for (int64_t k = k0; k < end; ++k) {
+            const Vector w = load(weights[g] + k * F + at, n);
+#pragma GCC unroll 12
+            for (int m = 0; m < rows; ++m) sum[m] += x[m * count + k] * w;
+          }
+#pragma GCC unroll 12
+          for (int m = 0; m < rows; ++m) store(kept + m * kLanes, sum[m]);
+        }
+  }
+
+  template <int rows>
+  void blocks_in_place(int64_t step, const float* h_tm1, const float* c_tm1, float* c_t, int64_t b,
+                       Range blocks) const {
+    const int64_t row = a.row(a.time(step), b);
+    for (int64_t block = blocks.begin; block < blocks.end; ++block) {
+      Sums<rows> sums;
+      start<rows>(a.time(step), b, block, sums);
+      for (int g = 0; g < kSums; ++g)
+        for (int m = 0; m < rows; ++m) store(kept_sums<rows>(block, g) + m * kLanes, sums[m][g]);
+    }
+    if (any_valid(row, rows)) {
+      multiply_in_place<rows, true>(a.xs + row * a.inputs, a.inputs, a.kernels, blocks);
+      multiply_in_place<rows, false>(h_tm1 + b * a.features, a.features, a.weights, blocks);
+    }
+    for (int64_t block = blocks.begin; block < blocks.end; ++block) {
+      Sums<rows> sums;
+      for (int g = 0; g < kSums; ++g)
+        for (int m = 0; m < rows; ++m) sums[m][g] = load(kept_sums<rows>(block, g) + m * kLanes);
+      finish<rows>(step, h_tm1, c_tm1, c_t, b, block, sums);
+    }
   }
 
   // For a later step, the carry that it reads.
@@ -298,6 +377,14 @@ struct Forward {
       h_tm1 = a.h_in + step % 2 * a.batch * a.features;
       c_tm1 = a.c_in + step % 2 * a.batch * a.features;
     }
+    if (in_place()) {
+      rows.each(of_rows, [&](int64_t b, int count) {
+        with_rows<kRows>(count, [&](auto known) {
+          blocks_in_place<decltype(known)::value>(step, h_tm1, c_tm1, c_t, b, blocks);
+        });
+      });
+      return;
+    }
     for (int64_t n = blocks.begin; n < blocks.end; ++n)
       rows.each(of_rows, [&](int64_t b, int count) {
         with_rows<kRows>(count, [&](auto known) {
@@ -307,11 +394,24 @@ struct Forward {
   }
 
   void run(const XLA_FFI_CallFrame* frame, int threads) const {
+    if (a.h_reset != nullptr) leave_first();
+    if (in_place()) {
+      // Memory is what such a call waits for: it is shared as if there were more rows.
+      const Blocks rows(a.batch, kRows, 1);
+      const int64_t read = G * a.features * (a.features + a.inputs);
+      const bool long_enough = read >= kLeastRead && a.features >= kLanes * threads;
+      const int helpers = long_enough ? threads : 1;
+      for (int64_t s = 0; s < a.steps; ++s)
+        in_parts(frame, helpers, helpers == 1 ? 1 : kPartsOfThread * helpers,
+                 [&](int n, int parts) {
+                   step(s, rows, {0, rows.count}, part(blocks(), n, parts));
+                 });
+      return;
+    }
     const Split how = split(a, G, threads);
     const Blocks rows(a.batch, kRows, how == Split::kRows ? threads : 1);
     const Range all_rows{0, rows.count}, all_blocks{0, blocks()};
     const auto pack_part = [this](int n, int parts) { pack(part(blocks(), n, parts)); };
-    if (a.h_reset != nullptr) leave_first();
     switch (how) {
       case Split::kAlone:
         pack(all_blocks);
@@ -449,6 +549,47 @@ struct Backward {
     for (int m = 0; m < rows; ++m) reset(t, b + m, at, wide * kLanes);
   }
 
+  // The same with weights that are read where they are, `wide` rows of them side by side.
+  bool in_place() const { return a.steps * up(a.batch, kRows) <= kFewPasses; }
+  template <int rows, int wide>
+  void units_in_place(int64_t t, float scale, int64_t b, int64_t at) const {
+    const int64_t F = a.features;
+    Vector sum[rows][wide];
+    for (int m = 0; m < rows; ++m)
+      for (int j = 0; j < wide; ++j) sum[m][j] = zero();
+    for (int g = 0; g < G; ++g) {
+      const Slot& slot = Cell::apart && g == G - 1 ? a.d_own : a.d_z[g];
+      const float *d = slot.at(a.row(t, b)), *weights = a.weights[g] + at * F;
+      for (int64_t k = 0; k < F; k += kLanes) {
+        const int n = std::min<int64_t>(kLanes, F - k);
+        Vector u[wide];
+#pragma GCC unroll 4
+        for (int j = 0; j < wide; ++j) u[j] = load(weights + j * F + k, n);
+#pragma GCC unroll 12
+        for (int m = 0; m < rows; ++m) {
+          const Vector x = load(d + m * slot.stride + k, n);
+#pragma GCC unroll 4
+          for (int j = 0; j < wide; ++j) sum[m][j] += x * u[j];
+        }
+      }
+    }
+    for (int m = 0; m < rows; ++m)
+      for (int j = 0; j < wide; ++j) {
+        float& out = a.d_h[(b + m) * F + at + j];
+        out = (a.invalid(a.row(t, b + m)) ? 1.0f : scale) * (out + total(sum[m][j]));
+      }
+  }
+  template <int rows>
+  void block_in_place(int64_t t, float scale, int64_t b, int64_t panel) const {
+    const Range own = panel_vectors(panel);
+    const int64_t end = std::min(own.end * kLanes, a.features);
+    int64_t at = own.begin * kLanes;
+    for (; at + kPanel <= end; at += kPanel) units_in_place<rows, kPanel>(t, scale, b, at);
+    for (; at < end; ++at) units_in_place<rows, 1>(t, scale, b, at);
+    for (int m = 0; m < rows; ++m)
+      reset(t, b + m, own.begin * kLanes, (own.end - own.begin) * kLanes);
+  }
+
   // Where a step was reset, what would reach the carry before it reaches the other one.
   void reset(int64_t t, int64_t b, int64_t at, int64_t wide) const {
     if (!a.resets(a.row(t, b))) return;
@@ -483,6 +624,14 @@ struct Backward {
         }
         continue;
       }
+      if (in_place()) {
+        rows.each(of_rows, [&](int64_t b, int count) {
+          with_rows<kRows>(count, [&](auto known) {
+            block_in_place<decltype(known)::value>(t, scale, b, panel);
+          });
+        });
+        continue;
+      }
       switch (own.end - own.begin) {
         case 1: rows_of<1>(t, scale, rows, of_rows, panel); break;
         case 2: rows_of<2>(t, scale, rows, of_rows, panel); break;
@@ -494,7 +643,8 @@ struct Backward {
 
   static void run(const XLA_FFI_CallFrame* frame, const Arrays& a, int threads) {
     const Split how = split(a, G, threads);
-    Backward{a, how == Split::kUnits ? threads : 1}.run(frame, how, threads);
+    const bool share = how == Split::kUnits || Backward{a, 1}.in_place();
+    Backward{a, share ? threads : 1}.run(frame, how, threads);
   }
   void run(const XLA_FFI_CallFrame* frame, Split how, int threads) const {
     const int64_t state = a.batch * a.features;
@@ -504,8 +654,18 @@ struct Backward {
       std::fill_n(a.d_h_reset, state, 0.0f);
       if (Cell::has_c) std::fill_n(a.d_c_reset, state, 0.0f);
     }
-    const Blocks rows(a.batch, kRows, how == Split::kRows ? threads : 1);
+    const Blocks rows(a.batch, kRows, how == Split::kRows && !in_place() ? threads : 1);
     const Range all_rows{0, rows.count}, all_panels{0, panels()}, all_units{0, vectors()};
+    if (in_place()) {
+      const int helpers = G * a.features * a.features >= kLeastRead ? threads : 1;
+      for (int64_t s = a.steps - 1; s >= 0; --s) {
+        units(s, rows, all_rows, all_units);
+        in_parts(frame, helpers, helpers == 1 ? 1 : kPartsOfThread * helpers, [&](int n, int parts) {
+          product(s, rows, all_rows, part(panels(), n, parts));
+        });
+      }
+      return;
+    }
     const auto pack_part = [this](int n, int parts) { pack(part(panels(), n, parts)); };
     const auto rows_alone = [&](Range mine) {
       for (int64_t s = a.steps - 1; s >= 0; --s) {
@@ -599,12 +759,13 @@ void forward(const XLA_FFI_CallFrame* frame) {
     a.cs = read.out();
   }
   const int64_t turns = a.h_reset == nullptr ? 0 : 2 * a.batch * a.features;
-  const int64_t packed = Forward<Cell>{a, keep}.packed_size();
+  const Forward<Cell> loop{a, keep};
+  const int64_t packed = loop.in_place() ? loop.sums_size() : loop.packed_size();
   const Scratch scratch(packed + (1 + Cell::has_c) * turns);
   a.packed = scratch.data();
   a.h_in = a.packed + packed;
   a.c_in = a.h_in + turns;
-  Forward<Cell>{a, keep}.run(frame, threads_of(frame, read));
+  loop.run(frame, threads_of(frame, read));
 }
 
 template <typename Cell>
@@ -638,7 +799,8 @@ void backward(const XLA_FFI_CallFrame* frame) {
     if (Cell::has_c) a.d_c_reset = read.out();
     a.d_h_reset = read.out();
   }
-  const Scratch scratch(Backward<Cell>{a, 1}.packed_size());
+  const Backward<Cell> alone{a, 1};
+  const Scratch scratch(alone.in_place() ? 0 : alone.packed_size());
   a.packed = scratch.data();
   Backward<Cell>::run(frame, a, threads_of(frame, read));
 }

@@ -49,6 +49,13 @@ inline void store(float* p, Vector v, int n) {
 }
 #endif
 
+inline float total(Vector v) {
+  float sum = 0.0f;
+#pragma GCC unroll 16
+  for (int n = 0; n < kLanes; ++n) sum += v[n];
+  return sum;
+}
+
 // Two vectors, of which the second is computed while the first waits for its results: a function
 // of one alone is a chain of operations, each of which takes several cycles.
 struct Pair {

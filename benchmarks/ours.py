@@ -19,6 +19,7 @@ from benchmarks import work
 from benchmarks.work import Arrays, Contender, Gradients, Size, make
 
 _AXIS = "batch"
+LEAST_ROWS = 12
 
 
 class Side(NamedTuple):
@@ -91,12 +92,16 @@ def compiled_side(
       run: of one lane.
       arrays: its inputs.
       lanes: how many lanes the arrays have.
-      split: split the batch over the devices, as the experiments do; else one device.
+      split: split the batch over the devices, on a CPU where each has ``LEAST_ROWS``; else one
+        device, whose calls use all cores.
       kind: said in the facts.
     """
     batch = arrays.xs.shape[-2]
     available = jax.device_count() if split else 1
-    count = max(n for n in range(1, available + 1) if batch % n == 0)
+    least = LEAST_ROWS if jax.default_backend() == "cpu" else 1
+    count = max(
+        n for n in range(1, available + 1) if n == 1 or (batch % n == 0 and batch >= n * least)
+    )
     step, forward = train_step(run), forward_pass(run)
     if lanes > 1:
         step, forward = jax.vmap(step), jax.vmap(forward)

@@ -125,8 +125,9 @@ def loop_of_cotangents(
 
 def threads() -> int:
     """How many cores a device may use: all, unless others do the same at the same time."""
-    if jax.sharding.get_abstract_mesh().are_all_axes_manual:  # of a shard_map
-        return max(1, target.cores() // target.device_count())
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.are_all_axes_manual:  # of a shard_map
+        return max(1, target.cores() // min(mesh.size, jax.local_device_count()))
     return target.cores()
 
 

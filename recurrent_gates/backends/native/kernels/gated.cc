@@ -140,17 +140,23 @@ constexpr int64_t kRowsForAll = 48;        // of a thread, from which reading al
 constexpr int64_t kLeastOfStep = 60000;    // multiply-adds, from which a barrier is little
 constexpr int kPartsOfThread = 4;          // of what is shared: one thread may come late
 
-constexpr int64_t kFewPasses = 3;          // over the weights, to which packing them would add two
+constexpr int64_t kFewRows = 6;            // of all steps, for which no weights are packed; backward,
+constexpr int64_t kFewRowsBack = 12;       // where they would be transposed
 constexpr int64_t kLeastRead = 1 << 18;    // numbers of a pass, from which waking a thread is little
+
+int64_t weights_of(const Arrays& a, int slots) {
+  return slots * a.features * (a.features + a.inputs);
+}
+int64_t work_of_step(const Arrays& a, int slots) { return a.batch * weights_of(a, slots); }
 
 // How threads share a loop: rows where all weights fit each one's cache, or where each has many
 // rows; else units, where a step is long enough for a barrier.
 Split split(const Arrays& a, int slots, int threads) {
-  const int64_t weights = slots * a.features * (a.features + a.inputs);
+  const int64_t weights = weights_of(a, slots);
   if (threads < 2 || a.steps * a.batch * weights < kLeastOfCall) return Split::kAlone;
   const bool enough = a.batch >= threads;
   if (enough && (4 * weights <= kOwnCache || a.batch >= threads * kRowsForAll)) return Split::kRows;
-  if (a.batch * weights >= kLeastOfStep && a.features >= kLanes * threads) return Split::kUnits;
+  if (work_of_step(a, slots) >= kLeastOfStep && a.features >= kLanes * threads) return Split::kUnits;
   return enough ? Split::kRows : Split::kAlone;
 }
 
@@ -291,7 +297,7 @@ struct Forward {
 
   // Weights that are read where they are: a few of their rows at a time, from one end to the other,
   // so that the sums of all units are kept in memory meanwhile, [blocks][sums][rows][lanes].
-  bool in_place() const { return a.steps * up(a.batch, kRows) <= kFewPasses; }
+  bool in_place() const { return a.steps * a.batch <= kFewRows; }
   int64_t sums_size() const { return blocks() * kSums * kRows * kLanes; }
 
   template <int rows>
@@ -398,8 +404,7 @@ struct Forward {
     if (in_place()) {
       // Memory is what such a call waits for: it is shared as if there were more rows.
       const Blocks rows(a.batch, kRows, 1);
-      const int64_t read = G * a.features * (a.features + a.inputs);
-      const bool long_enough = read >= kLeastRead && a.features >= kLanes * threads;
+      const bool long_enough = weights_of(a, G) >= kLeastRead && a.features >= kLanes * threads;
       const int helpers = long_enough ? threads : 1;
       for (int64_t s = 0; s < a.steps; ++s)
         in_parts(frame, helpers, helpers == 1 ? 1 : kPartsOfThread * helpers,
@@ -426,7 +431,7 @@ struct Forward {
         break;
       case Split::kUnits:
         in_parts(frame, threads, threads, pack_part);
-        in_team(frame, threads, a.steps, [&](int64_t s, int rank, int size) {
+        in_team(frame, threads, a.steps, work_of_step(a, G), [&](int64_t s, int rank, int size) {
           step(s, rows, all_rows, part(blocks(), rank, size));
         });
         break;
@@ -550,7 +555,7 @@ struct Backward {
   }
 
   // The same with weights that are read where they are, `wide` rows of them side by side.
-  bool in_place() const { return a.steps * up(a.batch, kRows) <= kFewPasses; }
+  bool in_place() const { return a.steps * a.batch <= kFewRowsBack; }
   template <int rows, int wide>
   void units_in_place(int64_t t, float scale, int64_t b, int64_t at) const {
     const int64_t F = a.features;
@@ -687,7 +692,7 @@ struct Backward {
         in_parts(frame, threads, threads, pack_part);
         // A turn is the product of the step before and the units of the next: those who meet after
         // it have all cotangents of a step.
-        in_team(frame, threads, a.steps + 1, [&](int64_t turn, int rank, int size) {
+        in_team(frame, threads, a.steps + 1, work_of_step(a, G), [&](int64_t turn, int rank, int size) {
           const Range mine = part(panels(), rank, size);
           const int64_t s = a.steps - 1 - turn;
           if (turn > 0) product(s + 1, rows, all_rows, mine);

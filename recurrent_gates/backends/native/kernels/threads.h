@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -59,7 +60,7 @@ inline void pause() {
 template <typename Done>
 void wait(Done done) {
   for (int spins = 0; !done(); ++spins) {
-    if (spins < 4096) {
+    if (spins < 256) {
       pause();
     } else {
       std::this_thread::yield();
@@ -96,8 +97,9 @@ void in_parts(const XLA_FFI_CallFrame* frame, int threads, int parts, Run run) {
   job->wait_for_all();
 }
 
-// Threads that share each step, and wait for each other after it. One that comes late is let in at
-// the next step; nobody waits for one that XLA has no thread for.
+// Threads that share each step, and wait for each other after it. The first step waits a little for
+// all of them; one that comes late is let in at the next, and nobody waits for one that XLA has no
+// thread for.
 template <typename Run>
 class Team : public Job {
  public:
@@ -117,8 +119,13 @@ class Team : public Job {
       wait([&] { return (state = state_.load(std::memory_order_acquire)) != before; });
     }
   }
-  void lead() {
-    for (int64_t turn = 0, size = 1; turn < steps_;) {
+  void lead(int threads, int64_t patience) {
+    for (int64_t spins = 0; spins < patience && asked_.load(std::memory_order_relaxed) < threads;
+         ++spins)
+      pause();
+    int64_t size = asked_.load(std::memory_order_relaxed);
+    state_.store(uint64_t(size), std::memory_order_release);
+    for (int64_t turn = 0; turn < steps_;) {
       run_(turn, 0, int(size));
       wait([&] { return arrived_.load(std::memory_order_acquire) == size - 1; });
       arrived_.store(0, std::memory_order_relaxed);
@@ -137,11 +144,13 @@ class Team : public Job {
   std::atomic<uint64_t> state_{1};
 };
 
+// `work`: multiply-adds of a step. As long as it would take alone is worth waiting for help with it.
 template <typename Run>
-void in_team(const XLA_FFI_CallFrame* frame, int threads, int64_t steps, Run run) {
+void in_team(const XLA_FFI_CallFrame* frame, int threads, int64_t steps, int64_t work, Run run) {
+  constexpr int64_t kOfPause = 1000, kMostPauses = 8192;  // multiply-adds that a pause takes as long as
   auto job = std::make_shared<Team<Run>>(steps, run);
   for (int n = 1; n < threads; ++n) Job::schedule(frame, job);
-  job->lead();
+  job->lead(threads, std::min(work / kOfPause, kMostPauses));
 }
 
 inline int pool_threads(const XLA_FFI_CallFrame* frame) {

@@ -15,11 +15,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import recurrent_gates as rg
-from benchmarks import work
+from benchmarks import floor, work
 from benchmarks.work import Arrays, Contender, Gradients, Size, make
 
 _AXIS = "batch"
 LEAST_ROWS = 12
+LEAST_OPERATIONS = 1e9
 
 
 class Side(NamedTuple):
@@ -92,8 +93,7 @@ def compiled_side(
       run: of one lane.
       arrays: its inputs.
       lanes: how many lanes the arrays have.
-      split: split the batch over the devices, on a CPU where each has ``LEAST_ROWS``; else one
-        device, whose calls use all cores.
+      split: split the batch over the devices, on a CPU where each has ``LEAST_ROWS``.
       kind: said in the facts.
     """
     batch = arrays.xs.shape[-2]
@@ -148,11 +148,17 @@ def compiled_side(
 
 
 def side(contender: Contender, size: Size, dtype: str) -> Side:
-    """Our side of a comparison."""
+    """Our side of a comparison.
+
+    On a CPU one device, whose calls use all cores, computes a train step of fewer than
+    ``LEAST_OPERATIONS``: several meet to add up their gradients.
+    """
+    operations = floor.count(contender, size)["operations"]
     return compiled_side(
         recurrence(contender, size, dtype),
         make(contender, size, dtype),
         lanes=contender.lanes,
+        split=jax.default_backend() != "cpu" or operations >= LEAST_OPERATIONS,
         kind="ours",
     )
 

@@ -38,9 +38,10 @@ from recurrent_gates.gates import Gate
 from recurrent_gates.scan import Loop, Segment, with_zeros
 
 # Of few rows a kernel reads each weight for little: from so many inputs their product of all steps
-# at once, which goes through memory, costs less, but for a step or two.
+# at once, which goes through memory, costs less, but for a step or two. A train step keeps that
+# product anyway.
 _FEW_INPUTS = 128
-_MANY_ROWS = 12
+_MANY_ROWS = {True: 12, False: 3}  # with a backward pass, and without
 _FEW_STEPS = 2
 # Where so few rows of all steps are multiplied, by kernels of so many numbers, laying the slots'
 # kernels side by side costs more than a product for each.
@@ -291,7 +292,7 @@ class Forward(_Gated):
         _, slots, apart = self.kernels
         steps, rows, inputs = xs.shape
         features = carry.h.shape[-1]
-        project = inputs <= _FEW_INPUTS or rows >= _MANY_ROWS or steps <= _FEW_STEPS
+        project = inputs <= _FEW_INPUTS or rows >= _MANY_ROWS[self.keep] or steps <= _FEW_STEPS
         if project:
             operands = [xs, *(params["kernel"][slot] for slot in slots)]
         else:

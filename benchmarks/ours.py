@@ -19,6 +19,8 @@ from benchmarks import floor, work
 from benchmarks.work import Arrays, Contender, Gradients, Size, make
 
 _AXIS = "batch"
+# From so many rows of each, and operations of a train step, CPU devices share a batch: else one of
+# them, whose calls use all cores, is as fast, and they need not meet to add up gradients.
 LEAST_ROWS = 12
 LEAST_OPERATIONS = 1e9
 
@@ -85,7 +87,7 @@ def forward_pass(run: Run) -> Callable[[Arrays], jax.Array]:
 
 
 def compiled_side(
-    run: Run, arrays: Arrays, *, lanes: int = 1, split: bool = True, kind: str = ""
+    run: Run, arrays: Arrays, *, lanes: int = 1, devices: int = 1, kind: str = ""
 ) -> Side:
     """A side from a recurrence in JAX.
 
@@ -93,20 +95,14 @@ def compiled_side(
       run: of one lane.
       arrays: its inputs.
       lanes: how many lanes the arrays have.
-      split: split the batch over the devices, on a CPU where each has ``LEAST_ROWS``.
+      devices: how many share the batch.
       kind: said in the facts.
     """
-    batch = arrays.xs.shape[-2]
-    available = jax.device_count() if split else 1
-    least = LEAST_ROWS if jax.default_backend() == "cpu" else 1
-    count = max(
-        n for n in range(1, available + 1) if n == 1 or (batch % n == 0 and batch >= n * least)
-    )
     step, forward = train_step(run), forward_pass(run)
     if lanes > 1:
         step, forward = jax.vmap(step), jax.vmap(forward)
-    if count > 1:
-        mesh = Mesh(np.array(jax.devices()[:count]), (_AXIS,))
+    if devices > 1:
+        mesh = Mesh(np.array(jax.devices()[:devices]), (_AXIS,))
         lead = (None,) * (lanes > 1)
         rows, state = P(*lead, None, _AXIS), P(*lead, _AXIS)
         specs = Arrays(params=P(), xs=rows, carry=state, cotangent=rows, noise=P())
@@ -133,10 +129,10 @@ def compiled_side(
     memory = train_compiled.memory_analysis()
     facts = {
         "kind": kind,
-        "devices": count,
+        "devices": devices,
         "compile_seconds": seconds,
         # Of all devices together: XLA's figure is one device's.
-        "temporary_bytes": memory.temp_size_in_bytes * count if memory else None,
+        "temporary_bytes": memory.temp_size_in_bytes * devices if memory else None,
     }
     return Side(
         forward=lambda: jax.block_until_ready(forward_jit(arrays)),
@@ -147,18 +143,24 @@ def compiled_side(
     )
 
 
-def side(contender: Contender, size: Size, dtype: str) -> Side:
-    """Our side of a comparison.
+def devices_of(contender: Contender, size: Size) -> int:
+    """How many devices share a batch: the most that divide it, on a CPU where that pays."""
+    least = 1
+    if jax.default_backend() == "cpu":
+        if floor.count(contender, size)["operations"] < LEAST_OPERATIONS:
+            return 1
+        least = LEAST_ROWS
+    counts = range(2, jax.device_count() + 1)
+    return max([1, *(n for n in counts if size.batch % n == 0 and size.batch >= n * least)])
 
-    On a CPU one device, whose calls use all cores, computes a train step of fewer than
-    ``LEAST_OPERATIONS``: several meet to add up their gradients.
-    """
-    operations = floor.count(contender, size)["operations"]
+
+def side(contender: Contender, size: Size, dtype: str) -> Side:
+    """Our side of a comparison."""
     return compiled_side(
         recurrence(contender, size, dtype),
         make(contender, size, dtype),
         lanes=contender.lanes,
-        split=jax.default_backend() != "cpu" or operations >= LEAST_OPERATIONS,
+        devices=devices_of(contender, size),
         kind="ours",
     )
 

@@ -133,7 +133,7 @@ def _in_jax(
     contender: Contender, size: Size, dtype: str, run: Callable[..., jax.Array], kind: str
 ) -> Side:
     """A side from (params, xs, carry, noise) -> ys on one device, as such code is written."""
-    return compiled_side(run, make(contender, size, dtype), split=False, kind=kind)
+    return compiled_side(run, make(contender, size, dtype), kind=kind)
 
 
 def _packed(params: Any, slots: Sequence[str], role: str) -> jax.Array:

@@ -321,6 +321,20 @@ actual = jax.jit(jax.grad(mapped, (0, 1)))(params, again, xs, start, resets)
 for a, b in zip(*map(jax.tree.leaves, (actual, whole(params, again))), strict=True):
     np.testing.assert_allclose(a, b, atol=2e-6)
 
+# Devices that run a program together share the cores; one of several that runs it alone has all.
+from recurrent_gates import target
+from recurrent_gates.backends.native.kernel import threads
+
+target.cores = lambda: 4
+for count, share in ((1, 4), (2, 2)):
+    seen = []
+    some = Mesh(np.array(jax.devices()[:count]), ("batch",))
+    rows = P("batch")
+    jax.shard_map(lambda x: seen.append(threads()) or x, mesh=some, in_specs=rows, out_specs=rows)(
+        jnp.zeros(2)
+    )
+    assert set(seen) == {share}, (count, seen)
+
 # The axes of an explicit mesh are in the types of arrays: another backend's.
 with jax.set_mesh(jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Explicit,))):
     xs = jax.device_put(xs, P(None, "batch"))

@@ -160,6 +160,21 @@ def test_ratios_are_of_neighbours_and_sides_take_turns_to_begin():
     assert found["ratio_ours_first"] == 2.25 and found["ratio_theirs_first"] == 2.0
 
 
+@pytest.mark.parametrize(
+    ("size", "devices"),
+    [
+        (Size(48, 100, 100, 100), 4),
+        (Size(47, 100, 100, 100), 1),  # is divided by none
+        (Size(36, 100, 100, 100), 3),  # 9 rows each would be too few
+        (Size(22, 500, 100, 100), 1),
+        (Size(48, 10, 100, 100), 1),  # 2.3e8 operations
+    ],
+)
+def test_devices_share_a_batch_where_each_has_rows_and_work(monkeypatch, size, devices):
+    monkeypatch.setattr(jax, "device_count", lambda: 4)
+    assert ours.devices_of(Contender("lstm"), size) == devices
+
+
 # The floor
 
 

@@ -37,14 +37,16 @@ from recurrent_gates.declared import Carry, Weights
 from recurrent_gates.gates import Gate
 from recurrent_gates.scan import Loop, Segment, with_zeros
 
-# Of few rows a kernel reads each weight for little: from so many inputs their product of all steps
-# at once, which goes through memory, costs less, but for a step or two. A train step keeps that
-# product anyway.
+# A kernel projects up to so many inputs, those of many rows, and those of a step or two: else it
+# reads each weight for little, and their product of all steps at once costs less, though it goes
+# through memory. A backward pass lays the slots' kernels side by side, which that product then has
+# for nothing.
 _FEW_INPUTS = 128
-_MANY_ROWS = {True: 12, False: 3}  # with a backward pass, and without
+_MANY_ROWS = 3
+_MANY_ROWS_BEFORE_BACKWARD = 12
 _FEW_STEPS = 2
-# Where so few rows of all steps are multiplied, by kernels of so many numbers, laying the slots'
-# kernels side by side costs more than a product for each.
+# Up to so many rows of all steps, and from kernels of so many numbers, laying the slots' kernels
+# side by side costs more than a product for each.
 _FEW_PRODUCTS = 32
 _LARGE_KERNEL = 1 << 14
 
@@ -292,7 +294,8 @@ class Forward(_Gated):
         _, slots, apart = self.kernels
         steps, rows, inputs = xs.shape
         features = carry.h.shape[-1]
-        project = inputs <= _FEW_INPUTS or rows >= _MANY_ROWS[self.keep] or steps <= _FEW_STEPS
+        many = _MANY_ROWS_BEFORE_BACKWARD if self.keep else _MANY_ROWS
+        project = inputs <= _FEW_INPUTS or rows >= many or steps <= _FEW_STEPS
         if project:
             operands = [xs, *(params["kernel"][slot] for slot in slots)]
         else:

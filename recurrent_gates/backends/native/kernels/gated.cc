@@ -9,9 +9,9 @@
 // A step of an example that is not valid keeps its carry, and is not computed where its whole block
 // is not valid; one that is reset reads another carry, which the step before it leaves for it.
 //
-// Weights are packed once a call, in the order in which they are read, but where they are read a few
-// times only. Threads share the batch, and then never wait for each other, or the units, and then do
-// at every step; see `split`.
+// Weights are packed once a call, in the order in which they are read, unless they are read a few
+// times only. Threads share the batch, and then never wait for each other, or the units, and then
+// do at every step; see `split`.
 // Everything is [T, B, F]: time, batch, features.
 
 #include <algorithm>
@@ -133,31 +133,41 @@ struct Gru {
 // The loops
 // ---------------------------------------------------------------------------------------
 
-enum class Split { kAlone, kRows, kUnits };
+enum class Split { kAlone, kRows, kUnits, kInPlace };
 
 constexpr int64_t kOwnCache = 3 << 18;     // bytes of a core's own cache, for weights
 constexpr int64_t kRowsForAll = 48;        // of a thread, from which reading all weights is little
 constexpr int64_t kLeastOfStep = 60000;    // multiply-adds, from which a barrier is little
 constexpr int kPartsOfThread = 4;          // of what is shared: one thread may come late
-
-constexpr int64_t kFewRows = 6;            // of all steps, for which no weights are packed; backward,
-constexpr int64_t kFewRowsBack = 12;       // where they would be transposed
-constexpr int64_t kLeastRead = 1 << 18;    // numbers of a pass, from which waking a thread is little
+constexpr int64_t kFewRows = 6;            // of all steps, for which weights are not packed,
+constexpr int64_t kFewRowsBack = 12;       // nor transposed for the way back
+constexpr int64_t kLeastRead = 1 << 18;    // weights, from which waking a thread is little
 
 int64_t weights_of(const Arrays& a, int slots) {
   return slots * a.features * (a.features + a.inputs);
 }
 int64_t work_of_step(const Arrays& a, int slots) { return a.batch * weights_of(a, slots); }
 
-// How threads share a loop: rows where all weights fit each one's cache, or where each has many
-// rows; else units, where a step is long enough for a barrier.
-Split split(const Arrays& a, int slots, int threads) {
+// How threads share a loop: units with weights that stay in place, where all steps have `few` rows
+// or less; rows where all weights fit each one's cache, or where each has many rows; else units,
+// where a step is long enough for a barrier.
+Split split(const Arrays& a, int slots, int threads, int64_t few) {
   const int64_t weights = weights_of(a, slots);
+  if (a.steps * a.batch <= few) return Split::kInPlace;
   if (threads < 2 || a.steps * a.batch * weights < kLeastOfCall) return Split::kAlone;
   const bool enough = a.batch >= threads;
   if (enough && (4 * weights <= kOwnCache || a.batch >= threads * kRowsForAll)) return Split::kRows;
-  if (work_of_step(a, slots) >= kLeastOfStep && a.features >= kLanes * threads) return Split::kUnits;
+  const bool long_enough = work_of_step(a, slots) >= kLeastOfStep;
+  if (long_enough && a.features >= kLanes * threads) return Split::kUnits;
   return enough ? Split::kRows : Split::kAlone;
+}
+
+// What threads share of a step whose weights stay in place. Memory is what it waits for, so that
+// their number decides whether it is shared, however few the rows.
+template <typename Run>
+void share_in_place(const XLA_FFI_CallFrame* frame, int threads, int64_t weights, Run run) {
+  const int helpers = weights >= kLeastRead ? threads : 1;
+  in_parts(frame, helpers, helpers == 1 ? 1 : kPartsOfThread * helpers, run);
 }
 
 // Rows in blocks of at most `most`, a multiple of the threads where that leaves two rows a block.
@@ -297,8 +307,9 @@ struct Forward {
 
   // Weights that are read where they are: a few of their rows at a time, from one end to the other,
   // so that the sums of all units are kept in memory meanwhile, [blocks][sums][rows][lanes].
-  bool in_place() const { return a.steps * a.batch <= kFewRows; }
+  bool in_place() const { return split(a, G, 1, kFewRows) == Split::kInPlace; }
   int64_t sums_size() const { return blocks() * kSums * kRows * kLanes; }
+  int64_t scratch_size() const { return in_place() ? sums_size() : packed_size(); }
 
   template <int rows>
   float* kept_sums(int64_t block, int g) const {
@@ -401,19 +412,7 @@ struct Forward {
 
   void run(const XLA_FFI_CallFrame* frame, int threads) const {
     if (a.h_reset != nullptr) leave_first();
-    if (in_place()) {
-      // Memory is what such a call waits for: it is shared as if there were more rows.
-      const Blocks rows(a.batch, kRows, 1);
-      const bool long_enough = weights_of(a, G) >= kLeastRead && a.features >= kLanes * threads;
-      const int helpers = long_enough ? threads : 1;
-      for (int64_t s = 0; s < a.steps; ++s)
-        in_parts(frame, helpers, helpers == 1 ? 1 : kPartsOfThread * helpers,
-                 [&](int n, int parts) {
-                   step(s, rows, {0, rows.count}, part(blocks(), n, parts));
-                 });
-      return;
-    }
-    const Split how = split(a, G, threads);
+    const Split how = split(a, G, threads, kFewRows);
     const Blocks rows(a.batch, kRows, how == Split::kRows ? threads : 1);
     const Range all_rows{0, rows.count}, all_blocks{0, blocks()};
     const auto pack_part = [this](int n, int parts) { pack(part(blocks(), n, parts)); };
@@ -434,6 +433,12 @@ struct Forward {
         in_team(frame, threads, a.steps, work_of_step(a, G), [&](int64_t s, int rank, int size) {
           step(s, rows, all_rows, part(blocks(), rank, size));
         });
+        break;
+      case Split::kInPlace:
+        for (int64_t s = 0; s < a.steps; ++s)
+          share_in_place(frame, threads, weights_of(a, G), [&](int n, int parts) {
+            step(s, rows, all_rows, part(blocks(), n, parts));
+          });
         break;
     }
   }
@@ -555,7 +560,9 @@ struct Backward {
   }
 
   // The same with weights that are read where they are, `wide` rows of them side by side.
-  bool in_place() const { return a.steps * a.batch <= kFewRowsBack; }
+  bool in_place() const { return split(a, G, 1, kFewRowsBack) == Split::kInPlace; }
+  int64_t scratch_size() const { return in_place() ? 0 : packed_size(); }
+
   template <int rows, int wide>
   void units_in_place(int64_t t, float scale, int64_t b, int64_t at) const {
     const int64_t F = a.features;
@@ -584,6 +591,7 @@ struct Backward {
         out = (a.invalid(a.row(t, b + m)) ? 1.0f : scale) * (out + total(sum[m][j]));
       }
   }
+
   template <int rows>
   void block_in_place(int64_t t, float scale, int64_t b, int64_t panel) const {
     const Range own = panel_vectors(panel);
@@ -647,9 +655,9 @@ struct Backward {
   }
 
   static void run(const XLA_FFI_CallFrame* frame, const Arrays& a, int threads) {
-    const Split how = split(a, G, threads);
-    const bool share = how == Split::kUnits || Backward{a, 1}.in_place();
-    Backward{a, share ? threads : 1}.run(frame, how, threads);
+    const Split how = split(a, G, threads, kFewRowsBack);
+    const bool of_units = how == Split::kUnits || how == Split::kInPlace;
+    Backward{a, of_units ? threads : 1}.run(frame, how, threads);
   }
   void run(const XLA_FFI_CallFrame* frame, Split how, int threads) const {
     const int64_t state = a.batch * a.features;
@@ -659,24 +667,24 @@ struct Backward {
       std::fill_n(a.d_h_reset, state, 0.0f);
       if (Cell::has_c) std::fill_n(a.d_c_reset, state, 0.0f);
     }
-    const Blocks rows(a.batch, kRows, how == Split::kRows && !in_place() ? threads : 1);
+    const Blocks rows(a.batch, kRows, how == Split::kRows ? threads : 1);
     const Range all_rows{0, rows.count}, all_panels{0, panels()}, all_units{0, vectors()};
-    if (in_place()) {
-      const int helpers = G * a.features * a.features >= kLeastRead ? threads : 1;
-      for (int64_t s = a.steps - 1; s >= 0; --s) {
-        units(s, rows, all_rows, all_units);
-        in_parts(frame, helpers, helpers == 1 ? 1 : kPartsOfThread * helpers, [&](int n, int parts) {
-          product(s, rows, all_rows, part(panels(), n, parts));
-        });
-      }
-      return;
-    }
     const auto pack_part = [this](int n, int parts) { pack(part(panels(), n, parts)); };
     const auto rows_alone = [&](Range mine) {
       for (int64_t s = a.steps - 1; s >= 0; --s) {
         units(s, rows, mine, all_units);
         product(s, rows, mine, all_panels);
       }
+    };
+    // A turn is the product of the step before and the units of the next: those who meet after it
+    // have all cotangents of a step.
+    const auto units_alone = [&](int64_t turn, int rank, int size) {
+      const Range mine = part(panels(), rank, size);
+      const int64_t s = a.steps - 1 - turn;
+      if (turn > 0) product(s + 1, rows, all_rows, mine);
+      if (s < 0) return;
+      const int64_t end = panel_vectors(mine.end).begin;
+      units(s, rows, all_rows, {panel_vectors(mine.begin).begin, end});
     };
     switch (how) {
       case Split::kAlone:
@@ -690,16 +698,15 @@ struct Backward {
         break;
       case Split::kUnits:
         in_parts(frame, threads, threads, pack_part);
-        // A turn is the product of the step before and the units of the next: those who meet after
-        // it have all cotangents of a step.
-        in_team(frame, threads, a.steps + 1, work_of_step(a, G), [&](int64_t turn, int rank, int size) {
-          const Range mine = part(panels(), rank, size);
-          const int64_t s = a.steps - 1 - turn;
-          if (turn > 0) product(s + 1, rows, all_rows, mine);
-          if (s < 0) return;
-          const int64_t end = panel_vectors(mine.end).begin;
-          units(s, rows, all_rows, {panel_vectors(mine.begin).begin, end});
-        });
+        in_team(frame, threads, a.steps + 1, work_of_step(a, G), units_alone);
+        break;
+      case Split::kInPlace:
+        for (int64_t s = a.steps - 1; s >= 0; --s) {
+          units(s, rows, all_rows, all_units);
+          share_in_place(frame, threads, weights_of(a, G), [&](int n, int parts) {
+            product(s, rows, all_rows, part(panels(), n, parts));
+          });
+        }
         break;
     }
   }
@@ -765,7 +772,7 @@ void forward(const XLA_FFI_CallFrame* frame) {
   }
   const int64_t turns = a.h_reset == nullptr ? 0 : 2 * a.batch * a.features;
   const Forward<Cell> loop{a, keep};
-  const int64_t packed = loop.in_place() ? loop.sums_size() : loop.packed_size();
+  const int64_t packed = loop.scratch_size();
   const Scratch scratch(packed + (1 + Cell::has_c) * turns);
   a.packed = scratch.data();
   a.h_in = a.packed + packed;
@@ -804,8 +811,7 @@ void backward(const XLA_FFI_CallFrame* frame) {
     if (Cell::has_c) a.d_c_reset = read.out();
     a.d_h_reset = read.out();
   }
-  const Backward<Cell> alone{a, 1};
-  const Scratch scratch(alone.in_place() ? 0 : alone.packed_size());
+  const Scratch scratch(Backward<Cell>{a, 1}.scratch_size());
   a.packed = scratch.data();
   Backward<Cell>::run(frame, a, threads_of(frame, read));
 }

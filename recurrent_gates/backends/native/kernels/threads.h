@@ -144,13 +144,15 @@ class Team : public Job {
   std::atomic<uint64_t> state_{1};
 };
 
-// `work`: multiply-adds of a step. As long as it would take alone is worth waiting for help with it.
+// `work` is that of a step, in multiply-adds. Help with it is worth waiting for as long as one
+// thread would take for it.
 template <typename Run>
 void in_team(const XLA_FFI_CallFrame* frame, int threads, int64_t steps, int64_t work, Run run) {
-  constexpr int64_t kOfPause = 1000, kMostPauses = 8192;  // multiply-adds that a pause takes as long as
+  constexpr int64_t kWorkOfPause = 1000;  // that a thread does in the time of a pause
+  constexpr int64_t kMostPauses = 8192;
   auto job = std::make_shared<Team<Run>>(steps, run);
   for (int n = 1; n < threads; ++n) Job::schedule(frame, job);
-  job->lead(threads, std::min(work / kOfPause, kMostPauses));
+  job->lead(threads, std::min(work / kWorkOfPause, kMostPauses));
 }
 
 inline int pool_threads(const XLA_FFI_CallFrame* frame) {

@@ -49,6 +49,7 @@ inline void store(float* p, Vector v, int n) {
 }
 #endif
 
+// The sum of its numbers.
 inline float total(Vector v) {
   float sum = 0.0f;
 #pragma GCC unroll 16

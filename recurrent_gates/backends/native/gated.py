@@ -1,4 +1,4 @@
-"""Gated recurrences as kernels: the forward pass, the backward pass, the weights' gradients.
+"""Gated recurrences as kernels: both passes, and the gradients of weights and inputs.
 
 The kernels (``kernels/gated.cc``) do what ``fused`` does, with the same numbers kept between the
 passes, but as one call each, on all cores that a device has. Where the inputs are few they are
@@ -45,10 +45,9 @@ _FEW_INPUTS = 128
 _MANY_ROWS = 3
 _MANY_ROWS_BEFORE_BACKWARD = 12
 _FEW_STEPS = 2
-# Up to so many rows of all steps, and from kernels of so many numbers, laying the slots' kernels
-# side by side costs more than a product for each.
+# Up to so many rows of all steps, laying the slots' kernels side by side costs more than a product
+# for each.
 _FEW_PRODUCTS = 32
-_LARGE_KERNEL = 1 << 14
 
 
 class Kernels(NamedTuple):
@@ -134,17 +133,6 @@ def _all_inputs(xs: jax.Array, kernels: list[jax.Array]) -> jax.Array:
     return xs @ jnp.concatenate(kernels, axis=-1)
 
 
-def _cotangent_of_inputs(d_z: jax.Array, kernels: list[jax.Array]) -> jax.Array:
-    """The cotangent of xs in xs W: ``[T, B, slots F]`` -> ``[T, B, D]``."""
-    steps, rows, _ = d_z.shape
-    if steps * rows > _FEW_PRODUCTS or kernels[0].size < _LARGE_KERNEL:
-        return d_z @ jnp.concatenate(kernels, axis=-1).T
-    sides = jnp.split(flat(d_z, 2), len(kernels), axis=-1)
-    # XLA is faster where the kernel comes first.
-    products = [kernel @ d.T for kernel, d in zip(kernels, sides, strict=True)]
-    return functools.reduce(jnp.add, products).T.reshape(steps, rows, -1)
-
-
 def _backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
     loop, out = saved
     d_last, d_hs, d_cs = cotangents
@@ -153,8 +141,7 @@ def _backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
     slots = _kernels_of(loop).slots
     d = Backward.of(loop, out, d_last, d_hs, d_cs)
     of_weights = WeightGradients.of(loop, out, d)
-    kernels = [params["kernel"][slot] for slot in slots]
-    d_xs = _cotangent_of_inputs(d.z, kernels)
+    d_xs = InputCotangents.of(loop, d)
 
     def paired(params: Any, xs: jax.Array, carry: Carry, reset_carry: Carry) -> jax.Array:
         """The linear function whose gradient is asked for, also where a shard_map adds it up."""
@@ -399,6 +386,26 @@ class Backward(_Gated):
             d_sides[slots[-1]] = d_apart[f"{slots[-1]}_input"]
         d_z = jnp.concatenate([d_sides[slot] for slot in slots], axis=-1)
         return [d_z, *d_own, *d_carry, *([] if masks.resets is None else d_reset)]
+
+
+@dataclasses.dataclass(frozen=True)
+class InputCotangents(_Gated):
+    """(cotangent of z, kernels by slot) -> that of xs."""
+
+    @staticmethod
+    def of(loop: Loop, d: Cotangents) -> jax.Array:
+        kernels = [loop.params["kernel"][slot] for slot in _kernels_of(loop).slots]
+        leaves, tree = jax.tree.flatten((d.z, kernels))
+        settings = loop.settings
+        operation = InputCotangents(settings.cell, tree, settings.reverse, threads())
+        return switch.run(operation, *leaves)[0]
+
+    def native(self, d_z: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
+        shape = (*d_z.shape[:2], len(kernels[0]))
+        return [*self._call("inputs", [shape], [d_z, *kernels])]
+
+    def portable(self, d_z: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
+        return [d_z @ jnp.concatenate(kernels, axis=-1).T]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,6 +38,7 @@ struct Arrays {
   const float *scale, *hs_read, *cs_read, *d_hs, *d_cs, *d_c_T, *d_h_T;
   Slot d_z[kMostSlots], d_own;
   float *d_c, *d_h;
+  float* d_xs;
   // Gradients of the weights.
   float *d_kernels[kMostSlots], *d_weights[kMostSlots], *d_bias, *d_own_bias;
 

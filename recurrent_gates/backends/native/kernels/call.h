@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "arrays.h"
+#include "scratch.h"
 #include "threads.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -23,7 +24,13 @@ class Reader {
     return static_cast<const int32_t*>(argument(argument_++).data);
   }
   const int64_t* result_dims() const { return result(result_).dims; }
-  float* out() { return static_cast<float*>(result(result_++).data); }
+  float* out() {
+    const XLA_FFI_Buffer& made = result(result_++);
+    int64_t bytes = sizeof(float);
+    for (int64_t n = 0; n < made.rank; ++n) bytes *= made.dims[n];
+    ask_for_large_pages(made.data, bytes);
+    return static_cast<float*>(made.data);
+  }
   int64_t attribute(const char* name) const {
     for (int64_t n = 0; n < frame_->attrs.size; ++n) {
       const XLA_FFI_ByteSpan& span = *frame_->attrs.names[n];

@@ -22,6 +22,7 @@
 #include "call.h"
 #include "scratch.h"
 #include "threads.h"
+#include "transposed.h"
 #include "vectors.h"
 #include "weights.h"
 
@@ -447,41 +448,18 @@ struct Forward {
 template <typename Cell>
 struct Backward {
   static constexpr int G = Cell::slots;
-  static constexpr int kRows = kAccumulators / kPanel;
+  static constexpr int kRows = Transposed<G>::kRows;
   const Arrays& a;
-  const int threads;  // that share the panels
+  const Transposed<G> weights;
+  Slot d_products[G];  // the cotangents of what the weights make of h_tm1
 
-  // Panels of h_tm1's units: [panels][slots][F][width * lanes], zeros past the last unit. They are
-  // of about one width, and as many for each thread.
-  int64_t vectors() const { return up(a.features, kLanes); }
-  int64_t panels() const {
-    const int64_t even = up(up(vectors(), kPanel), threads) * threads;
-    return std::min(even, vectors());
+  Backward(const Arrays& a, int threads)  // that share the panels
+      : a(a), weights{a.weights, a.features, a.features, threads, a.packed} {
+    std::copy_n(a.d_z, G, d_products);
+    if (Cell::apart) d_products[G - 1] = a.d_own;
   }
-  Range panel_vectors(int64_t panel) const {
-    return part(vectors(), panel, panels());
-  }
-  int64_t packed_size() const { return vectors() * kLanes * G * a.features; }
-  float* packed(int64_t panel) const {
-    return a.packed + panel_vectors(panel).begin * kLanes * G * a.features;
-  }
-  void pack(Range panels) const {
-    const int64_t F = a.features;
-    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-      const Range own = panel_vectors(panel);
-      const int64_t wide = (own.end - own.begin) * kLanes, at = own.begin * kLanes;
-      const int64_t units = std::min<int64_t>(wide, F - at);
-      float* out = packed(panel);
-      for (int g = 0; g < G; ++g, out += F * wide)
-        for (int64_t k0 = 0; k0 < F; k0 += 16) {
-          const int64_t k1 = std::min<int64_t>(F, k0 + 16);
-          for (int64_t j = 0; j < wide; ++j) {
-            const float* row = a.weights[g] + (at + j) * F;
-            for (int64_t k = k0; k < k1; ++k) out[k * wide + j] = j < units ? row[k] : 0.0f;
-          }
-        }
-    }
-  }
+  bool in_place() const { return split(a, G, 1, kFewRowsBack) == Split::kInPlace; }
+  int64_t scratch_size() const { return in_place() ? 0 : weights.size(); }
 
   // The cotangents of the pre-activations; d_h becomes what reaches h_tm1 through no product.
   void units(int64_t step, const Blocks& rows, Range of_rows, Range vectors) const {
@@ -529,26 +507,11 @@ struct Backward {
 
   template <int rows, int wide>
   void block(int64_t t, float scale, int64_t b, int64_t panel) const {
-    const int64_t F = a.features, at = panel_vectors(panel).begin * kLanes;
+    const int64_t F = a.features, at = weights.of_panel(panel).begin * kLanes;
     Vector sum[rows][wide];
     for (int m = 0; m < rows; ++m)
       for (int j = 0; j < wide; ++j) sum[m][j] = zero();
-    const float* weights = packed(panel);
-    for (int g = 0; g < G; ++g) {
-      const Slot& slot = Cell::apart && g == G - 1 ? a.d_own : a.d_z[g];
-      const float* d = slot.at(a.row(t, b));
-      for (int64_t k = 0; k < F; ++k, weights += wide * kLanes) {
-        Vector u[wide];
-#pragma GCC unroll 4
-        for (int j = 0; j < wide; ++j) u[j] = load(weights + j * kLanes);
-#pragma GCC unroll 12
-        for (int m = 0; m < rows; ++m) {
-          const float x = d[m * slot.stride + k];
-#pragma GCC unroll 4
-          for (int j = 0; j < wide; ++j) sum[m][j] += x * u[j];
-        }
-      }
-    }
+    weights.template multiply<rows, wide>(d_products, a.row(t, b), {0, G}, panel, sum);
     for (int m = 0; m < rows; ++m)
       for (int j = 0; j < wide; ++j) {
         const int n = std::min<int64_t>(kLanes, F - at - j * kLanes);
@@ -559,46 +522,14 @@ struct Backward {
     for (int m = 0; m < rows; ++m) reset(t, b + m, at, wide * kLanes);
   }
 
-  // The same with weights that are read where they are, `wide` rows of them side by side.
-  bool in_place() const { return split(a, G, 1, kFewRowsBack) == Split::kInPlace; }
-  int64_t scratch_size() const { return in_place() ? 0 : packed_size(); }
-
-  template <int rows, int wide>
-  void units_in_place(int64_t t, float scale, int64_t b, int64_t at) const {
-    const int64_t F = a.features;
-    Vector sum[rows][wide];
-    for (int m = 0; m < rows; ++m)
-      for (int j = 0; j < wide; ++j) sum[m][j] = zero();
-    for (int g = 0; g < G; ++g) {
-      const Slot& slot = Cell::apart && g == G - 1 ? a.d_own : a.d_z[g];
-      const float *d = slot.at(a.row(t, b)), *weights = a.weights[g] + at * F;
-      for (int64_t k = 0; k < F; k += kLanes) {
-        const int n = std::min<int64_t>(kLanes, F - k);
-        Vector u[wide];
-#pragma GCC unroll 4
-        for (int j = 0; j < wide; ++j) u[j] = load(weights + j * F + k, n);
-#pragma GCC unroll 12
-        for (int m = 0; m < rows; ++m) {
-          const Vector x = load(d + m * slot.stride + k, n);
-#pragma GCC unroll 4
-          for (int j = 0; j < wide; ++j) sum[m][j] += x * u[j];
-        }
-      }
-    }
-    for (int m = 0; m < rows; ++m)
-      for (int j = 0; j < wide; ++j) {
-        float& out = a.d_h[(b + m) * F + at + j];
-        out = (a.invalid(a.row(t, b + m)) ? 1.0f : scale) * (out + total(sum[m][j]));
-      }
-  }
-
   template <int rows>
   void block_in_place(int64_t t, float scale, int64_t b, int64_t panel) const {
-    const Range own = panel_vectors(panel);
-    const int64_t end = std::min(own.end * kLanes, a.features);
-    int64_t at = own.begin * kLanes;
-    for (; at + kPanel <= end; at += kPanel) units_in_place<rows, kPanel>(t, scale, b, at);
-    for (; at < end; ++at) units_in_place<rows, 1>(t, scale, b, at);
+    const Range own = weights.of_panel(panel);
+    const int64_t row = a.row(t, b);
+    weights.template multiply_in_place<rows>(d_products, row, own, [&](int m, int64_t k, float x) {
+      float& out = a.d_h[(b + m) * a.features + k];
+      out = (a.invalid(row + m) ? 1.0f : scale) * (out + x);
+    });
     for (int m = 0; m < rows; ++m)
       reset(t, b + m, own.begin * kLanes, (own.end - own.begin) * kLanes);
   }
@@ -613,21 +544,12 @@ struct Backward {
     }
   }
 
-  template <int wide>
-  void rows_of(int64_t t, float scale, const Blocks& rows, Range of_rows, int64_t panel) const {
-    rows.each(of_rows, [&](int64_t b, int count) {
-      with_rows<kRows>(count, [&](auto known) {
-        block<decltype(known)::value, wide>(t, scale, b, panel);
-      });
-    });
-  }
-
   void product(int64_t step, const Blocks& rows, Range of_rows, Range panels) const {
     const Range all = rows.range(of_rows);
     const int64_t t = a.time(step);
     const float scale = a.scale[t];
     for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-      const Range own = panel_vectors(panel);
+      const Range own = weights.of_panel(panel);
       if (scale == 0.0f) {  // h-detach: nothing reaches h_tm1
         const int64_t at = own.begin * kLanes;
         const int64_t n = std::min(own.end * kLanes, a.features) - at;
@@ -645,19 +567,20 @@ struct Backward {
         });
         continue;
       }
-      switch (own.end - own.begin) {
-        case 1: rows_of<1>(t, scale, rows, of_rows, panel); break;
-        case 2: rows_of<2>(t, scale, rows, of_rows, panel); break;
-        case 3: rows_of<3>(t, scale, rows, of_rows, panel); break;
-        case 4: rows_of<4>(t, scale, rows, of_rows, panel); break;
-      }
+      with_rows<kPanel>(own.end - own.begin, [&](auto wide) {
+        rows.each(of_rows, [&](int64_t b, int count) {
+          with_rows<kRows>(count, [&](auto known) {
+            block<decltype(known)::value, decltype(wide)::value>(t, scale, b, panel);
+          });
+        });
+      });
     }
   }
 
   static void run(const XLA_FFI_CallFrame* frame, const Arrays& a, int threads) {
     const Split how = split(a, G, threads, kFewRowsBack);
     const bool of_units = how == Split::kUnits || how == Split::kInPlace;
-    Backward{a, of_units ? threads : 1}.run(frame, how, threads);
+    Backward(a, of_units ? threads : 1).run(frame, how, threads);
   }
   void run(const XLA_FFI_CallFrame* frame, Split how, int threads) const {
     const int64_t state = a.batch * a.features;
@@ -668,8 +591,11 @@ struct Backward {
       if (Cell::has_c) std::fill_n(a.d_c_reset, state, 0.0f);
     }
     const Blocks rows(a.batch, kRows, how == Split::kRows ? threads : 1);
-    const Range all_rows{0, rows.count}, all_panels{0, panels()}, all_units{0, vectors()};
-    const auto pack_part = [this](int n, int parts) { pack(part(panels(), n, parts)); };
+    const Range all_rows{0, rows.count}, all_panels{0, weights.panels()};
+    const Range all_units{0, weights.vectors()};
+    const auto pack_part = [this](int n, int parts) {
+      weights.pack(part(weights.panels(), n, parts));
+    };
     const auto rows_alone = [&](Range mine) {
       for (int64_t s = a.steps - 1; s >= 0; --s) {
         units(s, rows, mine, all_units);
@@ -679,16 +605,16 @@ struct Backward {
     // A turn is the product of the step before and the units of the next: those who meet after it
     // have all cotangents of a step.
     const auto units_alone = [&](int64_t turn, int rank, int size) {
-      const Range mine = part(panels(), rank, size);
+      const Range mine = part(weights.panels(), rank, size);
       const int64_t s = a.steps - 1 - turn;
       if (turn > 0) product(s + 1, rows, all_rows, mine);
       if (s < 0) return;
-      const int64_t end = panel_vectors(mine.end).begin;
-      units(s, rows, all_rows, {panel_vectors(mine.begin).begin, end});
+      const int64_t end = weights.of_panel(mine.end).begin;
+      units(s, rows, all_rows, {weights.of_panel(mine.begin).begin, end});
     };
     switch (how) {
       case Split::kAlone:
-        pack(all_panels);
+        weights.pack(all_panels);
         rows_alone(all_rows);
         break;
       case Split::kRows:
@@ -704,11 +630,84 @@ struct Backward {
         for (int64_t s = a.steps - 1; s >= 0; --s) {
           units(s, rows, all_rows, all_units);
           share_in_place(frame, threads, weights_of(a, G), [&](int n, int parts) {
-            product(s, rows, all_rows, part(panels(), n, parts));
+            product(s, rows, all_rows, part(weights.panels(), n, parts));
           });
         }
         break;
     }
+  }
+};
+
+// The cotangents of the inputs, of all steps at once.
+template <typename Cell>
+struct InputCotangents {
+  static constexpr int G = Cell::slots;
+  static constexpr int kRows = Transposed<G>::kRows;
+  static constexpr int64_t kChunk = 16 * kRows;   // rows of d_z that a panel of weights meets
+  static constexpr int64_t kWeights = 1024;       // of each input, that stay in a core's cache
+  const Arrays& a;
+  const Transposed<G> weights;
+
+  int64_t rows() const { return a.steps * a.batch; }
+  bool in_place() const { return rows() <= kFewRowsBack; }
+  int64_t scratch_size() const { return in_place() ? 0 : weights.size(); }
+
+  template <int rows, int wide>
+  void block(int64_t row, Range slots, int64_t panel) const {
+    const int64_t D = a.inputs, at = weights.of_panel(panel).begin * kLanes;
+    float* out = a.d_xs + row * D + at;
+    Vector sum[rows][wide];
+    for (int m = 0; m < rows; ++m)
+      for (int j = 0; j < wide; ++j) {
+        const int n = std::min<int64_t>(kLanes, D - at - j * kLanes);
+        sum[m][j] = slots.begin == 0 ? zero() : load(out + m * D + j * kLanes, n);
+      }
+    weights.template multiply<rows, wide>(a.d_z, row, slots, panel, sum);
+    for (int m = 0; m < rows; ++m)
+      for (int j = 0; j < wide; ++j)
+        store(out + m * D + j * kLanes, sum[m][j], std::min<int64_t>(kLanes, D - at - j * kLanes));
+  }
+
+  void product(Range mine, int64_t panel) const {
+    const Blocks blocks(mine.end - mine.begin, kRows, 1);
+    const int64_t slots = std::max<int64_t>(1, kWeights / a.features);
+    with_rows<kPanel>(weights.of_panel(panel).end - weights.of_panel(panel).begin, [&](auto wide) {
+      for (int64_t g = 0; g < G; g += slots)
+        blocks.each({0, blocks.count}, [&](int64_t b, int count) {
+          with_rows<kRows>(count, [&](auto known) {
+            const Range some{g, std::min<int64_t>(G, g + slots)};
+            block<decltype(known)::value, decltype(wide)::value>(mine.begin + b, some, panel);
+          });
+        });
+    });
+  }
+
+  void run(const XLA_FFI_CallFrame* frame, int threads) const {
+    const int64_t panels = weights.panels();
+    if (in_place()) {
+      share_in_place(frame, threads, G * a.features * a.inputs, [&](int n, int parts) {
+        const Range own = part(panels, n, parts);
+        const Blocks blocks(rows(), kRows, 1);
+        blocks.each({0, blocks.count}, [&](int64_t row, int count) {
+          with_rows<kRows>(count, [&](auto known) {
+            const Range vectors{weights.of_panel(own.begin).begin, weights.of_panel(own.end).begin};
+            weights.template multiply_in_place<decltype(known)::value>(
+                a.d_z, row, vectors,
+                [&](int m, int64_t k, float x) { a.d_xs[(row + m) * a.inputs + k] = x; });
+          });
+        });
+      });
+      return;
+    }
+    const int most = rows() * G * a.features * a.inputs < kLeastOfCall ? 1 : threads;
+    const int64_t share = up(up(rows(), most * kPartsOfThread), kRows) * kRows;
+    const int64_t chunks = up(rows(), std::min(share, kChunk));
+    in_parts(frame, most, most, [this](int n, int parts) {
+      weights.pack(part(weights.panels(), n, parts));
+    });
+    in_parts(frame, most, int(chunks * panels), [&](int n, int) {
+      product(part(rows(), n / panels, chunks), n % panels);
+    });
   }
 };
 
@@ -811,7 +810,7 @@ void backward(const XLA_FFI_CallFrame* frame) {
     if (Cell::has_c) a.d_c_reset = read.out();
     a.d_h_reset = read.out();
   }
-  const Scratch scratch(Backward<Cell>{a, 1}.scratch_size());
+  const Scratch scratch(Backward<Cell>(a, 1).scratch_size());
   a.packed = scratch.data();
   Backward<Cell>::run(frame, a, threads_of(frame, read));
 }
@@ -840,6 +839,23 @@ void gradients(const XLA_FFI_CallFrame* frame) {
   Gradients<Cell>{a}.run(frame, threads_of(frame, read));
 }
 
+template <typename Cell>
+void inputs(const XLA_FFI_CallFrame* frame) {
+  constexpr int G = Cell::slots;
+  Arrays a{};
+  Reader read(frame);
+  a.steps = read.dims()[0], a.batch = read.dims()[1], a.features = read.dims()[2] / G;
+  set_slots<Cell>(a.d_z, read.in(), a.features);
+  a.inputs = read.dims()[0];
+  for (int g = 0; g < G; ++g) a.kernels[g] = read.in();
+  a.d_xs = read.out();
+  const int threads = threads_of(frame, read);
+  Transposed<G> weights{a.kernels, a.inputs, a.features, threads, nullptr};
+  const Scratch scratch(InputCotangents<Cell>{a, weights}.scratch_size());
+  weights.packed = scratch.data();
+  InputCotangents<Cell>{a, weights}.run(frame, threads);
+}
+
 }  // namespace
 
 // A library holds one cell, RG_CELL: all of them would take six times as long to compile.
@@ -855,5 +871,10 @@ extern "C" XLA_FFI_Error* rg_backward(XLA_FFI_CallFrame* frame) {
 
 extern "C" XLA_FFI_Error* rg_gradients(XLA_FFI_CallFrame* frame) {
   if (!answers_metadata(frame)) gradients<RG_CELL>(frame);
+  return nullptr;
+}
+
+extern "C" XLA_FFI_Error* rg_inputs(XLA_FFI_CallFrame* frame) {
+  if (!answers_metadata(frame)) inputs<RG_CELL>(frame);
   return nullptr;
 }

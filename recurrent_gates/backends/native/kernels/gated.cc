@@ -20,6 +20,7 @@
 
 #include "arrays.h"
 #include "call.h"
+#include "product.h"
 #include "scratch.h"
 #include "threads.h"
 #include "transposed.h"
@@ -229,17 +230,16 @@ struct Forward {
   template <int rows, bool input>
   static void multiply(const float* x, int64_t count, const float* weights,
                        Vector (&sums)[rows][kSums]) {
-    for (int64_t k = 0; k < count; ++k, weights += G * kLanes) {
-      Vector w[G];
-#pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) w[g] = load(weights + g * kLanes);
+    Vector own[rows][G];
 #pragma GCC unroll 12
-      for (int m = 0; m < rows; ++m) {
-        const float x_k = x[m * count + k];
+    for (int m = 0; m < rows; ++m)
 #pragma GCC unroll 4
-        for (int g = 0; g < G; ++g) sums[m][input ? sum_of_input(g) : g] += x_k * w[g];
-      }
-    }
+      for (int g = 0; g < G; ++g) own[m][g] = sums[m][input ? sum_of_input(g) : g];
+    ::multiply(x, count, count, weights, own);
+#pragma GCC unroll 12
+    for (int m = 0; m < rows; ++m)
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) sums[m][input ? sum_of_input(g) : g] = own[m][g];
   }
 
   template <int rows>

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "arrays.h"
+#include "product.h"
 #include "threads.h"
 #include "vectors.h"
 
@@ -88,21 +89,8 @@ struct Transposed {
   void multiply(const Slot* d, int64_t row, Range slots, int64_t panel,
                 Vector (&sums)[rows][wide]) const {
     const float* from = packed + of_panel(panel).begin * kLanes * G * features;
-    from += slots.begin * features * wide * kLanes;
-    for (int64_t g = slots.begin; g < slots.end; ++g) {
-      const float* x = d[g].at(row);
-      for (int64_t k = 0; k < features; ++k, from += wide * kLanes) {
-        Vector w[wide];
-#pragma GCC unroll 4
-        for (int j = 0; j < wide; ++j) w[j] = load(from + j * kLanes);
-#pragma GCC unroll 12
-        for (int m = 0; m < rows; ++m) {
-          const float x_k = x[m * d[g].stride + k];
-#pragma GCC unroll 4
-          for (int j = 0; j < wide; ++j) sums[m][j] += x_k * w[j];
-        }
-      }
-    }
+    for (int64_t g = slots.begin; g < slots.end; ++g)
+      ::multiply(d[g].at(row), d[g].stride, features, from + g * features * wide * kLanes, sums);
   }
 
   // d W^T with weights that are read where they are, of `wide` of their rows: to(m, j, number).

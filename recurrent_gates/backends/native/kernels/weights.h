@@ -13,8 +13,8 @@
 namespace {
 
 // The gradients of the weights: sums over all rows (t, b) of an input's or h_tm1's numbers times
-// cotangents; where hs_read and d_weights are null there are no products with h_tm1. A tile of kRows by kPanel
-// vectors is summed in registers over kChunk rows.
+// cotangents; where hs_read and d_weights are null there are no products with h_tm1. A tile of
+// kRows by kPanel vectors is summed in registers over kChunk rows.
 template <typename Cell>
 struct Gradients {
   static constexpr int G = Cell::slots;
@@ -103,8 +103,9 @@ struct Gradients {
     const int64_t F = a.features;
     float sums[kRows * wide * kLanes];
     for (int64_t k = 0; k < width; k += kRows, x += kChunk * kRows) {
-      for (int64_t m = k; m < std::min(width, k + kRows); ++m)
-        for (int j = 0; j < wide; ++j) __builtin_prefetch(out + m * F + at + j * kLanes, 1);
+      for (int64_t m = k; m < std::min(width, k + kRows); ++m)  // rows begin within a line
+        for (int64_t n = 0; n <= wide * kLanes; n += kLanes)
+          __builtin_prefetch(out + m * F + std::min(at + n, F - 1), 1);
       tile<wide>(x, d, rows, sums);
       for (int64_t m = k; m < std::min(width, k + kRows); ++m)
         for (int j = 0; j < wide; ++j) {

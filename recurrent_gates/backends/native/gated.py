@@ -37,13 +37,11 @@ from recurrent_gates.declared import Carry, Weights
 from recurrent_gates.gates import Gate
 from recurrent_gates.scan import Loop, Segment, with_zeros
 
-# A kernel projects up to so many inputs, those of many rows, and those of a step or two: else it
+# A kernel projects up to so many inputs, those of so many rows, and those of a step or two: else it
 # reads each weight for little, and their product of all steps at once costs less, though it goes
-# through memory. A backward pass lays the slots' kernels side by side, which that product then has
-# for nothing.
+# through memory.
 _FEW_INPUTS = 128
 _MANY_ROWS = 3
-_MANY_ROWS_BEFORE_BACKWARD = 12
 _FEW_STEPS = 2
 # Up to so many rows of all steps, laying the slots' kernels side by side costs more than a product
 # for each.
@@ -281,8 +279,7 @@ class Forward(_Gated):
         _, slots, apart = self.kernels
         steps, rows, inputs = xs.shape
         features = carry.h.shape[-1]
-        many = _MANY_ROWS_BEFORE_BACKWARD if self.keep else _MANY_ROWS
-        project = inputs <= _FEW_INPUTS or rows >= many or steps <= _FEW_STEPS
+        project = inputs <= _FEW_INPUTS or rows >= _MANY_ROWS or steps <= _FEW_STEPS
         if project:
             operands = [xs, *(params["kernel"][slot] for slot in slots)]
         else:

@@ -14,14 +14,16 @@
 namespace {
 
 // Asks for pages of 2 MB where an array is fresh memory: each page costs a fault when it is first
-// written, and a large array has thousands of the usual 4 KB. Where the system has none to give, or
-// the memory has its pages, nothing changes.
+// written, and a large array has thousands of the usual 4 KB. A large page may hold the end of one
+// array and the beginning of the next, if both ask. Where the system has none to give, or the
+// memory has its pages, nothing changes.
 inline void ask_for_large_pages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kPage = 1 << 21;
-  const uintptr_t at = reinterpret_cast<uintptr_t>(data);
-  const uintptr_t begin = (at + kPage - 1) / kPage * kPage, end = (at + bytes) / kPage * kPage;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+  constexpr int64_t kLeast = 1 << 20;
+  constexpr uintptr_t kPage = 1 << 12;  // madvise takes whole pages
+  if (bytes < kLeast) return;
+  const uintptr_t at = reinterpret_cast<uintptr_t>(data), begin = at / kPage * kPage;
+  madvise(reinterpret_cast<void*>(begin), at + bytes - begin, MADV_HUGEPAGE);
 #endif
 }
 

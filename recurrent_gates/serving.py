@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from recurrent_gates import checks, target
+from recurrent_gates.backends import native
 from recurrent_gates.base import Cell, SlotCell, linear_project
 from recurrent_gates.declared import (
     Carry,
@@ -20,6 +21,7 @@ from recurrent_gates.declared import (
     product_of,
     recurrent_weights,
 )
+from recurrent_gates.scan import Backend, unroll
 from recurrent_gates.shapes import lead
 
 _PATIENCE = 5e-4  # seconds; beside a longer step 40 us do not count
@@ -50,7 +52,10 @@ class Stepper:
         self.cell, self.batch_shape, self.in_features = cell, batch_shape, in_features
         x = jax.ShapeDtypeStruct((*batch_shape, in_features), jax.tree.leaves(params)[0].dtype)
         self._weights: Any
-        step, self._weights = _joined(cell, params, x) or (_plain(cell), params)
+        if native.is_for_step(cell, params, math.prod(batch_shape)):
+            step, self._weights = _in_kernels(cell), params
+        else:
+            step, self._weights = _joined(cell, params, x) or (_plain(cell), params)
         carry = jax.eval_shape(self.initial)
         self._compiled = jax.jit(step, donate_argnums=1).lower(self._weights, carry, x).compile()
         is_watched = target.platform() == "cpu" and target.cores() > 1
@@ -79,7 +84,9 @@ def stepper(
     """Compiles one step of a cell for serving.
 
     The products that read the input and the state are one, where the cell is a ``SlotCell`` whose
-    step is the declared one (LSTM, GRU, JANET, Elman).
+    step is the declared one (LSTM, GRU, JANET, Elman). On a CPU of several cores a step of up to
+    six rows and 2^18 parameters or more is a loop of one step of the backend ``native``, where that
+    serves the cell: reading the weights is then most of it.
 
     Args:
       cell: an unbound cell.
@@ -137,6 +144,14 @@ def _width(params: Any) -> int | None:
         kernels = [leaf for leaf in jax.tree.leaves(params["kernel"]) if jnp.ndim(leaf) == 2]
         return kernels[0].shape[0] if kernels else None
     return next(filter(None, map(_width, params.values())), None)
+
+
+def _in_kernels(cell: Cell) -> _Step:
+    def step(params: Params, carry: Carry, x: jax.Array) -> tuple[Carry, Any]:
+        carry, ys = unroll(cell, params, x[None], carry, backend=Backend.NATIVE)
+        return carry, ys[0]
+
+    return step
 
 
 def _plain(cell: Cell) -> _Step:

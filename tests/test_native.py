@@ -56,7 +56,11 @@ SIZES = {
     "rows": (3, (41,), 9, 72),
     "units": (3, (9,), 5, 230),
 }
-GATED = {"wide_inputs_of_more_rows": (4, (9,), 130, 6)}  # whose kernels are laid side by side
+# Whose kernels are laid side by side; and whose inputs' cotangents threads share, a slot at a time.
+GATED = {
+    "wide_inputs_of_more_rows": (20, (2,), 130, 6),
+    "slots_in_turn": (2, (7,), 150, 530),
+}
 # As much work as threads of a GATO share, whose products are cheap.
 LARGE = {"many_examples": (40, (64,), 30, 40), "many_units": (40, (9,), 30, 230)}
 FNS = functools.partial(rg.Detach, 0.5), functools.partial(rg.Damp, 0.25)
@@ -136,7 +140,7 @@ def test_kernels_are_the_scan(name, how, size):
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        *itertools.product(("lstm", "gru"), ("rows", "units", "small")),
+        *itertools.product(("lstm", "gru"), ("rows", "units", "small", "slots_in_turn")),
         *itertools.product(("gato1",), ("many_examples", "many_units")),
     ],
 )

@@ -1,5 +1,5 @@
 """Loops over time in C++ for a CPU: LSTM, GRU, JANET and one-layer GATO; compiled at first use."""
 
-from recurrent_gates.backends.native.backend import chunk, segment, unsupported
+from recurrent_gates.backends.native.backend import chunk, is_for_step, segment, unsupported
 
-__all__ = ["chunk", "segment", "unsupported"]
+__all__ = ["chunk", "is_for_step", "segment", "unsupported"]

@@ -13,12 +13,19 @@ from recurrent_gates.backends.native import gated, gato, library
 from recurrent_gates.base import Cell
 from recurrent_gates.carry import CarryFn, Damp, Detach, get_field
 from recurrent_gates.cells import LSTM
+from recurrent_gates.declared import Params
 from recurrent_gates.scan import Loop, Segment
 
 # Bytes of what a backward pass keeps: up to so many nothing is formed again; beyond that time is
 # taken in chunks that keep less.
 _KEPT_BYTES = 2**28
 _CHUNK_BYTES = 2**26
+
+
+# A single step of so few rows, of so many weights, is a matter of how fast weights are read:
+# kernels read them on all cores, where they are.
+_FEW_ROWS = 6
+_MANY_WEIGHTS = 2**18
 
 
 class _Served(NamedTuple):
@@ -81,6 +88,18 @@ def unsupported(loop: Loop) -> str | None:
             "batch."
         )
     return library.missing(served.name)
+
+
+def is_for_step(cell: Cell, params: Params, rows: int) -> bool:
+    """Whether kernels are the fastest way to take one step at a time, of so many rows."""
+    kernels = gated.kernels(cell)
+    leaves = jax.tree.leaves(params)
+    if kernels is None or target.platform() != "cpu" or target.cores() == 1:
+        return False
+    if rows > _FEW_ROWS or sum(leaf.size for leaf in leaves) < _MANY_WEIGHTS:
+        return False
+    dtypes = {*(leaf.dtype for leaf in leaves), jnp.dtype(getattr(cell, "dtype", None) or "f4")}
+    return dtypes == {jnp.dtype("f4")} and library.missing(kernels.name) is None
 
 
 def _is_cut(leaf: Any) -> bool:

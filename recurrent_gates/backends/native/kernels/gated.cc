@@ -1,10 +1,10 @@
-// The loops over time of gated recurrences in float32, as two functions that XLA calls on a CPU.
+// The loops over time of gated recurrences in float32, as functions that XLA calls on a CPU.
 //
 // forward:  pre = z + bias + U h_tm1 by slot, then the next (c, h) from them, in registers: a block
 //           of a few examples and of one vector of units holds all its slots while it sums over F.
 // backward: the cotangents of the pre-activations of a step from those of its (c, h), unit by unit,
-//           then that of h_tm1, a product with the transposed weights. The weights' own gradients
-//           are formed outside, of all steps at once.
+//           then that of h_tm1, a product with the transposed weights.
+// gradients, inputs: those of the weights and the cotangents of the inputs, of all steps at once.
 //
 // A step of an example that is not valid keeps its carry, and is not computed where its whole block
 // is not valid; one that is reset reads another carry, which the step before it leaves for it.

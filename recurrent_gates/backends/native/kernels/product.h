@@ -8,10 +8,10 @@
 
 namespace {
 
-// sums += x W: x has `rows` rows of `count` numbers, `stride` apart; W is [count][wide * lanes]. What
-// is summed is in an array that nothing else can point to, so that it is registers. Of few rows each
-// weight is used little, so that its way from the shared cache is most of the time: it is asked for
-// some numbers ahead.
+// sums += x W: x has `rows` rows of `count` numbers, `stride` apart; W is [count][wide * lanes].
+// What is summed is in an array that nothing else can point to, so that it is registers. Of few
+// rows each weight is used little, so that its way from the shared cache is most of the time: it
+// is asked for some numbers ahead.
 template <int rows, int wide>
 inline void multiply(const float* x, int64_t stride, int64_t count, const float* weights,
                      Vector (&sums)[rows][wide]) {

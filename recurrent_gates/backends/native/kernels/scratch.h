@@ -27,14 +27,15 @@ inline void ask_for_large_pages(void* data, int64_t bytes) {
 #endif
 }
 
-// Up to kMostKept bytes stay with the thread for its next call: a short call takes longer to be given
-// fresh pages than for all that it does with them.
+// Up to kMostKept bytes stay with the thread for its next call: a short call takes longer to be
+// given fresh pages than for all that it does with them.
 class Scratch {
  public:
   static constexpr int64_t kMostKept = 1 << 26, kLine = 64;
 
   explicit Scratch(int64_t floats) {
-    const int64_t bytes = (std::max<int64_t>(floats, 1) * sizeof(float) + kLine - 1) / kLine * kLine;
+    const int64_t least = std::max<int64_t>(floats, 1) * sizeof(float);
+    const int64_t bytes = (least + kLine - 1) / kLine * kLine;
     if (bytes > kMostKept) {
       data_ = own_ = fresh(bytes);
       return;

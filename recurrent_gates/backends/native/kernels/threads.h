@@ -21,25 +21,37 @@ inline Range part(int64_t count, int64_t rank, int64_t parts) {
   return {count * rank / parts, count * (rank + 1) / parts};
 }
 
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
 // What runs on XLA's threads. A task that starts late finds the job alive, and nothing left to do.
+//
+// A thread that has helped stays awake for a little while: to wake one takes as long as a short call,
+// and a training step makes four calls, one after the other.
 class Job {
  public:
   virtual ~Job() = default;
   virtual void help() = 0;
 
-  static void task(void* data) {
-    std::unique_ptr<std::shared_ptr<Job>> job(static_cast<std::shared_ptr<Job>*>(data));
-    (*job)->help();
-  }
-  static void schedule(const XLA_FFI_CallFrame* frame, std::shared_ptr<Job> job) {
-    auto* data = new std::shared_ptr<Job>(std::move(job));
+  // Hands a job to a thread that is awake, or to XLA's pool.
+  static void hand_over(const XLA_FFI_CallFrame* frame, std::shared_ptr<Job> job) {
+    auto* handed = new std::shared_ptr<Job>(std::move(job));
+    std::shared_ptr<Job>* none = nullptr;
+    if (awake().load() > 0 && next().compare_exchange_strong(none, handed)) {
+      // Whoever falls asleep looks for a job after it has said so: one of both sees it.
+      if (awake().load() > 0) return;
+      if ((handed = next().exchange(nullptr)) == nullptr) return;
+    }
     XLA_FFI_ThreadPool_Schedule_Args args{};
     args.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
     args.ctx = frame->ctx;
     args.task = &Job::task;
-    args.data = data;
+    args.data = handed;
     scheduling() = true;
-    if (frame->api->XLA_FFI_ThreadPool_Schedule(&args) != nullptr) delete data;
+    if (frame->api->XLA_FFI_ThreadPool_Schedule(&args) != nullptr) delete handed;
     scheduling() = false;
   }
 
@@ -49,13 +61,38 @@ class Job {
     static thread_local bool now = false;
     return now;
   }
-};
 
-inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
+ private:
+  static constexpr int kPausesAwake = 4096;  // some 50 us
+
+  static void task(void* data) {
+    run(static_cast<std::shared_ptr<Job>*>(data));
+    if (scheduling()) return;
+    awake().fetch_add(1);
+    for (int pauses = 0; pauses < kPausesAwake; ++pauses) {
+      pause();
+      if (next().load(std::memory_order_relaxed) == nullptr) continue;
+      awake().fetch_sub(1);
+      run(next().exchange(nullptr));
+      awake().fetch_add(1);
+      pauses = 0;
+    }
+    awake().fetch_sub(1);
+    run(next().exchange(nullptr));
+  }
+  static void run(std::shared_ptr<Job>* handed) {
+    std::unique_ptr<std::shared_ptr<Job>> job(handed);
+    if (job != nullptr) (*job)->help();
+  }
+  static std::atomic<int>& awake() {
+    static std::atomic<int> count{0};
+    return count;
+  }
+  static std::atomic<std::shared_ptr<Job>*>& next() {  // for whoever is awake
+    static std::atomic<std::shared_ptr<Job>*> job{nullptr};
+    return job;
+  }
+};
 
 template <typename Done>
 void wait(Done done) {
@@ -92,7 +129,7 @@ class Parts : public Job {
 template <typename Run>
 void in_parts(const XLA_FFI_CallFrame* frame, int threads, int parts, Run run) {
   auto job = std::make_shared<Parts<Run>>(parts, run);
-  for (int n = 1; n < threads; ++n) Job::schedule(frame, job);
+  for (int n = 1; n < threads; ++n) Job::hand_over(frame, job);
   job->help();
   job->wait_for_all();
 }
@@ -151,7 +188,7 @@ void in_team(const XLA_FFI_CallFrame* frame, int threads, int64_t steps, int64_t
   constexpr int64_t kWorkOfPause = 1000;  // that a thread does in the time of a pause
   constexpr int64_t kMostPauses = 8192;
   auto job = std::make_shared<Team<Run>>(steps, run);
-  for (int n = 1; n < threads; ++n) Job::schedule(frame, job);
+  for (int n = 1; n < threads; ++n) Job::hand_over(frame, job);
   job->lead(threads, std::min(work / kWorkOfPause, kMostPauses));
 }
 

@@ -22,10 +22,10 @@ _KEPT_BYTES = 2**28
 _CHUNK_BYTES = 2**26
 
 
-# A single step of so few rows, of so many weights, is a matter of how fast weights are read:
-# kernels read them on all cores, where they are.
+# A single step of so few rows, of so many multiplications, is a matter of how fast weights are
+# read: kernels read them on all cores, where they are.
 _FEW_ROWS = 6
-_MANY_WEIGHTS = 2**18
+_MANY_PRODUCTS = 2**19
 
 
 class _Served(NamedTuple):
@@ -96,7 +96,7 @@ def is_for_step(cell: Cell, params: Params, rows: int) -> bool:
     leaves = jax.tree.leaves(params)
     if kernels is None or target.platform() != "cpu" or target.cores() == 1:
         return False
-    if rows > _FEW_ROWS or sum(leaf.size for leaf in leaves) < _MANY_WEIGHTS:
+    if rows > _FEW_ROWS or rows * sum(leaf.size for leaf in leaves) < _MANY_PRODUCTS:
         return False
     dtypes = {*(leaf.dtype for leaf in leaves), jnp.dtype(getattr(cell, "dtype", None) or "f4")}
     return dtypes == {jnp.dtype("f4")} and library.missing(kernels.name) is None

@@ -301,7 +301,8 @@ struct GatoBackward {
         first ? a.r_0 + state : a.ys_read + a.r_at(a.before(row)) + at, first ? J : 2 * J, n);
     V pre[G], d_pre[G];
 #pragma GCC unroll 3
-    for (int g = 0; g < G; ++g) pre[g] = load_rows<V>(a.pre_read + (row * G + g) * J + at, G * J, n);
+    for (int g = 0; g < G; ++g)
+      pre[g] = load_rows<V>(a.pre_read + (row * G + g) * J + at, G * J, n);
     const V s = load_rows<V>(a.ss_read + row * J + at, J, n);
     V d_r = load_rows<V>((last ? a.d_r_T : a.d_r) + state, J, n);
     V d_s = load_rows<V>((last ? a.d_s_T : a.d_s) + state, J, n);

@@ -29,8 +29,8 @@ inline void pause() {
 
 // What runs on XLA's threads. A task that starts late finds the job alive, and nothing left to do.
 //
-// A thread that has helped stays awake for a little while: to wake one takes as long as a short call,
-// and a training step makes four calls, one after the other.
+// A thread that has helped stays awake for a little while: to wake one takes as long as a short
+// call, and a training step makes four calls, one after the other.
 class Job {
  public:
   virtual ~Job() = default;

@@ -397,11 +397,13 @@ class InputCotangents(_Gated):
         operation = InputCotangents(settings.cell, tree, settings.reverse, threads())
         return switch.run(operation, *leaves)[0]
 
-    def native(self, d_z: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
+    def native(self, *leaves: jax.Array) -> list[jax.Array]:
+        d_z, kernels = jax.tree.unflatten(self.tree, leaves)
         shape = (*d_z.shape[:2], len(kernels[0]))
         return [*self._call("inputs", [shape], [d_z, *kernels])]
 
-    def portable(self, d_z: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
+    def portable(self, *leaves: jax.Array) -> list[jax.Array]:
+        d_z, kernels = jax.tree.unflatten(self.tree, leaves)
         return [d_z @ jnp.concatenate(kernels, axis=-1).T]
 
 

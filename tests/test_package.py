@@ -32,7 +32,6 @@ ORDER = (
         "linear",
         "layers",
         "interop",
-        "serving",
         "analysis.trajectories",
         "analysis.products",
     },
@@ -55,7 +54,7 @@ ORDER = (
     {"backends.native.gated", "backends.native.gato"},
     {"backends.newton", "backends.pallas.backend", "backends.native.backend"},
     {"backends.pallas", "backends.native", "testing", "analysis.convergence", "gate_theory"},
-    {"analysis"},
+    {"analysis", "serving"},
     {"desiderata", "nnx"},
     {""},  # __init__.py: the public names
 )

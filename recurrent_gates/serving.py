@@ -21,7 +21,7 @@ from recurrent_gates.declared import (
     product_of,
     recurrent_weights,
 )
-from recurrent_gates.scan import Backend, unroll
+from recurrent_gates.scan import unroll
 from recurrent_gates.shapes import lead
 
 _PATIENCE = 5e-4  # seconds; beside a longer step 40 us do not count
@@ -148,7 +148,7 @@ def _width(params: Any) -> int | None:
 
 def _in_kernels(cell: Cell) -> _Step:
     def step(params: Params, carry: Carry, x: jax.Array) -> tuple[Carry, Any]:
-        carry, ys = unroll(cell, params, x[None], carry, backend=Backend.NATIVE)
+        carry, ys = unroll(cell, params, x[None], carry)
         return carry, ys[0]
 
     return step

@@ -22,8 +22,8 @@ _KEPT_BYTES = 2**28
 _CHUNK_BYTES = 2**26
 
 
-# A single step of so few rows, of so many multiplications, is a matter of how fast weights are
-# read: kernels read them on all cores, where they are.
+# A single step of so few rows (kFewRows of kernels/gated.cc), of so many multiplications, is a
+# matter of how fast weights are read: kernels read them on all cores, where they are.
 _FEW_ROWS = 6
 _MANY_PRODUCTS = 2**19
 

@@ -93,8 +93,8 @@ struct Transposed {
       ::multiply(d[g].at(row), d[g].stride, features, from + g * features * wide * kLanes, sums);
   }
 
-  // d W^T with weights that are read where they are, of `wide` of their rows: to(row of d, row of W,
-  // number).
+  // d W^T with weights that are read where they are, of `wide` of their rows; handed out as
+  // to(row of d, row of W, number).
   template <int rows, int wide, typename To>
   void multiply_in_place(const Slot* d, int64_t row, int64_t at, To to) const {
     Vector sums[rows][wide];

@@ -30,7 +30,7 @@ inline Vector load(const float* p) { return *reinterpret_cast<const Vector*>(p);
 inline void store(float* p, Vector v) { *reinterpret_cast<Vector*>(p) = v; }
 
 // The first n numbers alone, where a row ends within a vector.
-// A whole vector takes no mask: a masked store costs several times a plain one, even of all numbers.
+// A whole vector takes no mask: a masked store costs several times a plain one, even of all of it.
 #if defined(__AVX512F__)
 inline Vector load(const float* p, int n) {
   if (n == kLanes) return load(p);

@@ -144,6 +144,25 @@ def test_what_is_missing_or_of_another_shape_is_refused():
 # Times
 
 
+def test_a_call_after_a_pause_is_not_counted(monkeypatch):
+    now, calls = [100.0], []
+
+    def run():
+        calls.append(now[0])
+        now[0] += 5.0 if len(calls) in (1, 3) else 2.0
+
+    monkeypatch.setattr(pair.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(pair.time, "sleep", lambda seconds: None)
+    sides = pair.Sides(SIZE, "float32", tf32=False)
+    sides._side = ours.Side(run, run, lambda ys: ys, lambda gradients: gradients, {})
+    assert sides.seconds("forward") == 2.0
+    now[0] += 1.5
+    assert sides.seconds("forward") == 2.0
+    now[0] += 0.5
+    assert sides.seconds("forward") == 2.0
+    assert len(calls) == 5
+
+
 def test_ratios_are_of_neighbours_and_sides_take_turns_to_begin():
     order = []
     times = {"ours": iter([9.0, 1.0, 2.0, 4.0]), "theirs": iter([9.0, 3.0, 4.0, 6.0])}

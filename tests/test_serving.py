@@ -2,11 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import recurrent_gates as rg
 from recurrent_gates import target
-from tests.support import array, assert_close, parameters
+from tests.support import array, assert_close, assert_identical, parameters
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -86,6 +87,21 @@ def test_a_stepper_uses_up_its_carry():
     first = step.initial()
     step(first, jnp.ones(INPUTS))
     assert first.c.is_deleted()
+
+
+@pytest.mark.parametrize(
+    ("make", "in_kernels"), [(lambda: rg.LSTM(450), True), (lambda: build("gato1"), False)]
+)
+def test_parameters_stay_as_they_were(make, in_kernels, monkeypatch):
+    monkeypatch.setattr(target, "cores", lambda: 2)
+    cell = make()
+    own = jax.tree.map(lambda x: np.array(0.2 * x, np.float32), parameters(cell, INPUTS))
+    step, x = rg.stepper(cell, own), jnp.ones(INPUTS, jnp.float32)
+    assert ("_forward" in step._compiled.as_text()) == in_kernels
+    before = step(step.initial(), x)
+    for leaf in jax.tree.leaves(own):
+        leaf[...] = 0.0
+    assert_identical(step(step.initial(), x), before)
 
 
 class Bare(rg.Cell):

@@ -393,8 +393,8 @@ class InputCotangents(_Gated):
     def of(loop: Loop, d: Cotangents) -> jax.Array:
         kernels = [loop.params["kernel"][slot] for slot in _kernels_of(loop).slots]
         leaves, tree = jax.tree.flatten((d.z, kernels))
-        settings = loop.settings
-        operation = InputCotangents(settings.cell, tree, settings.reverse, threads())
+        # Each step's stand alone, so that time has no direction.
+        operation = InputCotangents(loop.settings.cell, tree, False, threads())
         return switch.run(operation, *leaves)[0]
 
     def native(self, *leaves: jax.Array) -> list[jax.Array]:

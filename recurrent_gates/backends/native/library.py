@@ -87,7 +87,7 @@ def _built(cell: str) -> pathlib.Path:
     file, called = CELLS[cell]
     command = [*compiler, *_FLAGS, _for_this_processor(), f"-DRG_CELL={called}"]
     command += [f"-I{jax.ffi.include_dir()}", str(_SOURCES / file)]
-    path = _directory() / f"{cell}-{_digest(command)}.so"
+    path = _directory() / f"{cell}-{_digest(compiler, command)}.so"
     if not path.exists():
         _compile(cell, command, path)
     return path
@@ -118,9 +118,9 @@ def _directory() -> pathlib.Path:
     return root / "recurrent_gates"
 
 
-def _digest(command: list[str]) -> str:
+def _digest(compiler: list[str], command: list[str]) -> str:
     """Of all that the library depends on; a home directory may be that of several machines."""
-    version = _output([command[0], "--version"])
+    version = _output([*compiler, "--version"])
     sources = [pathlib.Path(command[-1]), *sorted(_SOURCES.glob("*.h"))]
     parts = (
         *(path.read_text() for path in sources),

@@ -38,7 +38,7 @@ struct Arrays {
   const float *scale, *hs_read, *cs_read, *d_hs, *d_cs, *d_c_T, *d_h_T;
   Slot d_z[kMostSlots], d_own;
   float *d_c, *d_h;
-  float* d_xs;
+  float* d_xs;  // cotangents of the inputs
   // Gradients of the weights.
   float *d_kernels[kMostSlots], *d_weights[kMostSlots], *d_bias, *d_own_bias;
 
@@ -54,14 +54,14 @@ inline int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int64_t kLeastOfCall = 1 << 22;  // multiply-adds, from which waking a thread is little
 
-// Calls with a number of rows that is known at compile time, so that their sums are registers.
+// Calls with a number, of rows or vectors, that is known at compile time: sums are then registers.
 template <int most, typename Call>
-inline void with_rows(int rows, Call call) {
+inline void with_count(int count, Call call) {
   if constexpr (most > 0) {
-    if (rows == most) {
+    if (count == most) {
       call(std::integral_constant<int, most>());
     } else {
-      with_rows<most - 1>(rows, call);
+      with_count<most - 1>(count, call);
     }
   }
 }

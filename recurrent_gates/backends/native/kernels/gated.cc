@@ -164,8 +164,8 @@ Split split(const Arrays& a, int slots, int threads, int64_t few) {
   return enough ? Split::kRows : Split::kAlone;
 }
 
-// What threads share of a step whose weights stay in place. Memory is what it waits for, so that
-// their number decides whether it is shared, however few the rows.
+// What threads share of products whose weights stay in place. Memory is what they wait for, so that
+// the number of weights decides whether they are shared, however few the rows.
 template <typename Run>
 void share_in_place(const XLA_FFI_CallFrame* frame, int threads, int64_t weights, Run run) {
   const int helpers = weights >= kLeastRead ? threads : 1;
@@ -397,7 +397,7 @@ struct Forward {
     }
     if (in_place()) {
       rows.each(of_rows, [&](int64_t b, int count) {
-        with_rows<kRows>(count, [&](auto known) {
+        with_count<kRows>(count, [&](auto known) {
           blocks_in_place<decltype(known)::value>(step, h_tm1, c_tm1, c_t, b, blocks);
         });
       });
@@ -405,7 +405,7 @@ struct Forward {
     }
     for (int64_t n = blocks.begin; n < blocks.end; ++n)
       rows.each(of_rows, [&](int64_t b, int count) {
-        with_rows<kRows>(count, [&](auto known) {
+        with_count<kRows>(count, [&](auto known) {
           block<decltype(known)::value>(step, h_tm1, c_tm1, c_t, b, n);
         });
       });
@@ -561,15 +561,15 @@ struct Backward {
       }
       if (in_place()) {
         rows.each(of_rows, [&](int64_t b, int count) {
-          with_rows<kRows>(count, [&](auto known) {
+          with_count<kRows>(count, [&](auto known) {
             block_in_place<decltype(known)::value>(t, scale, b, panel);
           });
         });
         continue;
       }
-      with_rows<kPanel>(own.end - own.begin, [&](auto wide) {
+      with_count<kPanel>(own.end - own.begin, [&](auto wide) {
         rows.each(of_rows, [&](int64_t b, int count) {
-          with_rows<kRows>(count, [&](auto known) {
+          with_count<kRows>(count, [&](auto known) {
             block<decltype(known)::value, decltype(wide)::value>(t, scale, b, panel);
           });
         });
@@ -671,10 +671,10 @@ struct InputCotangents {
   void product(Range mine, int64_t panel) const {
     const Blocks blocks(mine.end - mine.begin, kRows, 1);
     const int64_t slots = std::max<int64_t>(1, kWeights / a.features);
-    with_rows<kPanel>(weights.of_panel(panel).end - weights.of_panel(panel).begin, [&](auto wide) {
+    with_count<kPanel>(weights.of_panel(panel).end - weights.of_panel(panel).begin, [&](auto wide) {
       for (int64_t g = 0; g < G; g += slots)
         blocks.each({0, blocks.count}, [&](int64_t b, int count) {
-          with_rows<kRows>(count, [&](auto known) {
+          with_count<kRows>(count, [&](auto known) {
             const Range some{g, std::min<int64_t>(G, g + slots)};
             block<decltype(known)::value, decltype(wide)::value>(mine.begin + b, some, panel);
           });
@@ -689,7 +689,7 @@ struct InputCotangents {
         const Range own = part(panels, n, parts);
         const Blocks blocks(rows(), kRows, 1);
         blocks.each({0, blocks.count}, [&](int64_t row, int count) {
-          with_rows<kRows>(count, [&](auto known) {
+          with_count<kRows>(count, [&](auto known) {
             const Range vectors{weights.of_panel(own.begin).begin, weights.of_panel(own.end).begin};
             weights.template multiply_in_place<decltype(known)::value>(
                 a.d_z, row, vectors,

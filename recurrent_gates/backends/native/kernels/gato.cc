@@ -211,7 +211,7 @@ struct GatoForward {
     const int64_t tiles = up(rows.end - rows.begin, kRows);
     for (int64_t i = 0; i < tiles; ++i) {
       const Range own = part(rows.end - rows.begin, a.reverse ? tiles - 1 - i : i, tiles);
-      with_rows<kRows>(int(own.end - own.begin), [&](auto known) {
+      with_count<kRows>(int(own.end - own.begin), [&](auto known) {
         tile<decltype(known)::value>(rows.begin + own.begin, block);
       });
     }

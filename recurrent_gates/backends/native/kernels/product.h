@@ -1,4 +1,4 @@
-// The product that all blocks are made of, in registers.
+// The product of a block of rows and packed weights, in registers.
 
 #pragma once
 

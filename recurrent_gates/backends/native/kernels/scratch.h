@@ -9,6 +9,7 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace {
@@ -20,7 +21,7 @@ namespace {
 inline void ask_for_large_pages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr int64_t kLeast = 1 << 20;
-  constexpr uintptr_t kPage = 1 << 12;  // madvise takes whole pages
+  static const uintptr_t kPage = sysconf(_SC_PAGESIZE);  // madvise takes whole pages
   if (bytes < kLeast) return;
   const uintptr_t at = reinterpret_cast<uintptr_t>(data), begin = at / kPage * kPage;
   madvise(reinterpret_cast<void*>(begin), at + bytes - begin, MADV_HUGEPAGE);

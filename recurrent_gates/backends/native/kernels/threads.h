@@ -3,7 +3,9 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <thread>
@@ -24,13 +26,17 @@ inline Range part(int64_t count, int64_t rank, int64_t parts) {
 inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("isb");
 #endif
 }
 
 // What runs on XLA's threads. A task that starts late finds the job alive, and nothing left to do.
 //
 // A thread that has helped stays awake for a little while: to wake one takes as long as a short
-// call, and a training step makes four calls, one after the other.
+// call, and a training step makes four calls, one after the other. It waits in a seat, where one
+// job at a time is handed to it, and goes back to XLA after so many jobs, however often they come:
+// others have tasks for it too.
 class Job {
  public:
   virtual ~Job() = default;
@@ -38,12 +44,11 @@ class Job {
 
   // Hands a job to a thread that is awake, or to XLA's pool.
   static void hand_over(const XLA_FFI_CallFrame* frame, std::shared_ptr<Job> job) {
-    auto* handed = new std::shared_ptr<Job>(std::move(job));
-    std::shared_ptr<Job>* none = nullptr;
-    if (awake().load() > 0 && next().compare_exchange_strong(none, handed)) {
-      // Whoever falls asleep looks for a job after it has said so: one of both sees it.
-      if (awake().load() > 0) return;
-      if ((handed = next().exchange(nullptr)) == nullptr) return;
+    auto* handed = new Handed(std::move(job));
+    for (Seat& seat : seats()) {
+      Handed* idle = waiting();
+      if (seat.load(std::memory_order_relaxed) != idle) continue;
+      if (seat.compare_exchange_strong(idle, handed)) return;
     }
     XLA_FFI_ThreadPool_Schedule_Args args{};
     args.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
@@ -63,34 +68,50 @@ class Job {
   }
 
  private:
-  static constexpr int kPausesAwake = 4096;  // some 50 us
+  using Handed = std::shared_ptr<Job>;
+  using Seat = std::atomic<Handed*>;  // null: free; waiting(): a thread is there; else its job
+  static constexpr int kSeats = 64, kMostJobs = 256;
+  static constexpr std::chrono::microseconds kAwake{100};
 
   static void task(void* data) {
-    run(static_cast<std::shared_ptr<Job>*>(data));
-    if (scheduling()) return;
-    awake().fetch_add(1);
-    for (int pauses = 0; pauses < kPausesAwake; ++pauses) {
-      pause();
-      if (next().load(std::memory_order_relaxed) == nullptr) continue;
-      awake().fetch_sub(1);
-      run(next().exchange(nullptr));
-      awake().fetch_add(1);
-      pauses = 0;
+    auto* handed = static_cast<Handed*>(data);
+    for (int jobs = 0; handed != nullptr; ++jobs) {
+      (*handed)->help();
+      delete handed;
+      handed = scheduling() || jobs == kMostJobs ? nullptr : next();
     }
-    awake().fetch_sub(1);
-    run(next().exchange(nullptr));
   }
-  static void run(std::shared_ptr<Job>* handed) {
-    std::unique_ptr<std::shared_ptr<Job>> job(handed);
-    if (job != nullptr) (*job)->help();
+
+  // A job that comes within kAwake; null if none does. Only who sits in a seat leaves it free.
+  static Handed* next() {
+    Seat* own = nullptr;
+    for (Seat& seat : seats()) {
+      Handed* free = nullptr;
+      if (seat.load(std::memory_order_relaxed) == nullptr &&
+          seat.compare_exchange_strong(free, waiting())) {
+        own = &seat;
+        break;
+      }
+    }
+    if (own == nullptr) return nullptr;
+    const auto end = std::chrono::steady_clock::now() + kAwake;
+    do {
+      for (int pauses = 0; pauses < 16; ++pauses) {
+        if (own->load(std::memory_order_relaxed) != waiting()) return own->exchange(nullptr);
+        pause();
+      }
+    } while (std::chrono::steady_clock::now() < end);
+    Handed* none = waiting();
+    return own->compare_exchange_strong(none, nullptr) ? nullptr : own->exchange(nullptr);
   }
-  static std::atomic<int>& awake() {
-    static std::atomic<int> count{0};
-    return count;
+
+  static std::array<Seat, kSeats>& seats() {
+    static std::array<Seat, kSeats> all{};
+    return all;
   }
-  static std::atomic<std::shared_ptr<Job>*>& next() {  // for whoever is awake
-    static std::atomic<std::shared_ptr<Job>*> job{nullptr};
-    return job;
+  static Handed* waiting() {  // no job, but an address that no job has
+    alignas(Handed) static char mark[sizeof(Handed)];
+    return reinterpret_cast<Handed*>(mark);
   }
 };
 

@@ -118,11 +118,11 @@ struct Transposed {
     for (int m = 0; m < rows; ++m)
       for (int j = 0; j < wide; ++j) to(m, at + j, total(sums[m][j]));
   }
-  // Of all rows of a panel.
+  // Of a range of vectors.
   template <int rows, typename To>
-  void multiply_in_place(const Slot* d, int64_t row, Range panel, To to) const {
-    const int64_t end = std::min(panel.end * kLanes, width);
-    int64_t at = panel.begin * kLanes;
+  void multiply_in_place(const Slot* d, int64_t row, Range vectors, To to) const {
+    const int64_t end = std::min(vectors.end * kLanes, width);
+    int64_t at = vectors.begin * kLanes;
     for (; at + kPanel <= end; at += kPanel) multiply_in_place<rows, kPanel>(d, row, at, to);
     for (; at < end; ++at) multiply_in_place<rows, 1>(d, row, at, to);
   }

@@ -20,7 +20,7 @@ constexpr int kLanes = 8, kAccumulators = 12;
 #else
 constexpr int kLanes = 4, kAccumulators = 12;
 #endif
-constexpr int kPanel = 4;  // vectors of h_tm1 that one block of the backward product forms
+constexpr int kPanel = 4;  // vectors of a row that one block of the backward products forms
 
 typedef float Vector __attribute__((vector_size(4 * kLanes), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));

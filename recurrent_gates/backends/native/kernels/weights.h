@@ -151,12 +151,9 @@ struct Gradients {
         pack(hs, a.features, rows, [this](int64_t n) { return h_tm1(n); });
       for (int64_t n = mine.begin; n < mine.end; ++n) {
         const Columns c = column(n);
-        switch (c.wide) {
-          case 1: chunk<1>(c, rows, packed, hs, d); break;
-          case 2: chunk<2>(c, rows, packed, hs, d); break;
-          case 3: chunk<3>(c, rows, packed, hs, d); break;
-          case 4: chunk<4>(c, rows, packed, hs, d); break;
-        }
+        with_count<kPanel>(c.wide, [&](auto known) {
+          chunk<decltype(known)::value>(c, rows, packed, hs, d);
+        });
       }
     }
   }

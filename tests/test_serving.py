@@ -33,10 +33,13 @@ def test_a_stepper_is_the_scan(name, batch):
 
 
 @pytest.mark.parametrize("make", [rg.LSTM, rg.GRU])
+@pytest.mark.parametrize("bias_vectors", [1, 2])
 @pytest.mark.parametrize(("batch", "in_kernels"), [((), True), ((2, 3), True), ((7,), False)])
-def test_a_step_of_few_rows_and_many_weights_runs_in_kernels(make, batch, in_kernels, monkeypatch):
+def test_a_step_of_few_rows_and_many_weights_runs_in_kernels(
+    make, bias_vectors, batch, in_kernels, monkeypatch
+):
     monkeypatch.setattr(target, "cores", lambda: 2)
-    cell = make(450)
+    cell = make(450, bias_vectors=bias_vectors)
     params = jax.tree.map(lambda x: jnp.float32(0.2 * x), parameters(cell, INPUTS))
     xs = array(8, 4, *batch, INPUTS).astype(jnp.float32)
     step, ys = rg.stepper(cell, params, batch), []

@@ -146,7 +146,8 @@ struct GatoForward {
   void tile(int64_t first, int64_t block) const {
     const int64_t D = a.inputs, J = a.features, at = block * kLanes;
     const int n = a.lanes(block);
-    Vector sums[rows][G], own[G];
+    // A template of vectors forgets that they may lie anywhere: see step.
+    alignas(4 * kLanes) Vector sums[rows][G], own[G];
 #pragma GCC unroll 3
     for (int g = 0; g < G; ++g) {
       own[g] = load(a.weights + g * J + at, n);

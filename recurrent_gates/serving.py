@@ -50,8 +50,8 @@ class Stepper:
         self, cell: Cell, params: Params, batch_shape: tuple[int, ...], in_features: int
     ) -> None:
         self.cell, self.batch_shape, self.in_features = cell, batch_shape, in_features
-        x = jax.ShapeDtypeStruct((*batch_shape, in_features), jax.tree.leaves(params)[0].dtype)
         params = jax.tree.map(jnp.array, params)  # a copy: what becomes of the caller's is its own
+        x = jax.ShapeDtypeStruct((*batch_shape, in_features), jax.tree.leaves(params)[0].dtype)
         self._weights: Any
         if native.is_for_step(cell, params, math.prod(batch_shape)):
             step, self._weights = _in_kernels(cell, params)

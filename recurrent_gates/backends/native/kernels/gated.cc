@@ -198,13 +198,15 @@ struct Forward {
   static constexpr int G = Cell::slots;
   // Sums of a block: the slots', and that of the inputs which a reset keeps apart.
   static constexpr int kSums = G + Cell::apart;
-  static constexpr int kRows = kAccumulators / kSums;
+  // Slots whose weights lie side by side: two of four where registers hold no four of many rows.
+  static constexpr int kGroup = kRegisters == 16 && G == 4 ? 2 : G;
+  static constexpr int kRows = kAccumulators / (kRegisters == 16 ? kGroup : kSums);
   const Arrays& a;
   const bool keep;  // the pre-activations, for a backward pass
 
   static constexpr int sum_of_input(int g) { return Cell::apart && g == G - 1 ? G : g; }
 
-  // [blocks of units][D + F][slots][lanes], zeros past the last unit.
+  // [blocks of units][D, F][groups][D or F][slots of a group][lanes], zeros past the last unit.
   int64_t block_size() const { return (a.inputs + a.features) * G * kLanes; }
   int64_t blocks() const { return up(a.features, kLanes); }
   int64_t packed_size() const { return blocks() * block_size(); }
@@ -219,10 +221,11 @@ struct Forward {
       for (int64_t block = blocks.begin; block < blocks.end; ++block) {
         const int64_t at = block * kLanes, end = std::min(count, k0 + kFew);
         const int n = std::min<int64_t>(kLanes, a.features - at);
-        float* out = to + block * block_size() + k0 * G * kLanes;
+        float* out = to + block * block_size();
         for (int64_t k = k0; k < end; ++k)
-          for (int g = 0; g < G; ++g, out += kLanes)
-            store(out, load(from[g] + k * a.features + at, n));
+          for (int g = 0; g < G; ++g)
+            store(out + ((g / kGroup * count + k) * kGroup + g % kGroup) * kLanes,
+                  load(from[g] + k * a.features + at, n));
       }
   }
 
@@ -230,16 +233,21 @@ struct Forward {
   template <int rows, bool input>
   static void multiply(const float* x, int64_t count, const float* weights,
                        Vector (&sums)[rows][kSums]) {
-    Vector own[rows][G];
+    constexpr bool all = (rows + 1) * G + 1 <= kRegisters;
+    constexpr int wide = all ? G : kGroup;
+#pragma GCC unroll 2
+    for (int g0 = 0; g0 < G; g0 += wide) {
+      Vector own[rows][wide];
 #pragma GCC unroll 12
-    for (int m = 0; m < rows; ++m)
+      for (int m = 0; m < rows; ++m)
 #pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) own[m][g] = sums[m][input ? sum_of_input(g) : g];
-    ::multiply(x, count, count, weights, own);
+        for (int g = 0; g < wide; ++g) own[m][g] = sums[m][input ? sum_of_input(g0 + g) : g0 + g];
+      ::multiply<rows, wide, kGroup>(x, count, count, weights + g0 * count * kLanes, own);
 #pragma GCC unroll 12
-    for (int m = 0; m < rows; ++m)
+      for (int m = 0; m < rows; ++m)
 #pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) sums[m][input ? sum_of_input(g) : g] = own[m][g];
+        for (int g = 0; g < wide; ++g) sums[m][input ? sum_of_input(g0 + g) : g0 + g] = own[m][g];
+    }
   }
 
   template <int rows>

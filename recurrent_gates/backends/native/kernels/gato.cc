@@ -16,6 +16,7 @@
 
 #include "arrays.h"
 #include "call.h"
+#include "product.h"
 #include "scratch.h"
 #include "threads.h"
 #include "vectors.h"
@@ -155,18 +156,7 @@ struct GatoForward {
 #pragma GCC unroll 8
       for (int m = 0; m < rows; ++m) sums[m][g] = bias;
     }
-    const float *x = a.xs + first * D, *weights = packed(block);
-    for (int64_t k = 0; k < D; ++k, weights += G * kLanes) {
-      Vector w[G];
-#pragma GCC unroll 3
-      for (int g = 0; g < G; ++g) w[g] = load(weights + g * kLanes);
-#pragma GCC unroll 8
-      for (int m = 0; m < rows; ++m) {
-        const float x_k = x[m * D + k];
-#pragma GCC unroll 3
-        for (int g = 0; g < G; ++g) sums[m][g] += x_k * w[g];
-      }
-    }
+    multiply(a.xs + first * D, D, D, packed(block), sums);
     steps<rows>(first, at, n, own, sums);
   }
 

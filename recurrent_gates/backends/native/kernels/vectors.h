@@ -7,20 +7,23 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kLanes = 16, kAccumulators = 24;
+constexpr int kLanes = 16, kRegisters = 32;
 #elif defined(__AVX__)
-constexpr int kLanes = 8, kAccumulators = 12;
+constexpr int kLanes = 8, kRegisters = 16;
 #else
-constexpr int kLanes = 4, kAccumulators = 12;
+constexpr int kLanes = 4, kRegisters = 16;
 #endif
-constexpr int kPanel = 4;  // vectors of a row that one block of the backward products forms
+// Sums of a block that stay in registers beside the weights and a number of x: with as many as 3 by
+// 4 of 16, some are written to memory at every step, which then takes twice as long as 6 by 2 does.
+constexpr int kAccumulators = kRegisters / 4 * 3;
+constexpr int kPanel = kRegisters / 8;  // vectors of a row in a block of the backward products
 
 typedef float Vector __attribute__((vector_size(4 * kLanes), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
@@ -43,9 +46,15 @@ inline void store(float* p, Vector v, int n) {
 #else
 inline Vector load(const float* p, int n) {
   if (n == kLanes) return load(p);
+#if defined(__AVX__)
+  constexpr int32_t kMask[2 * kLanes] = {-1, -1, -1, -1, -1, -1, -1, -1};
+  const auto* mask = reinterpret_cast<const __m256i*>(kMask + kLanes - n);
+  return (Vector)_mm256_maskload_ps(p, _mm256_loadu_si256(mask));
+#else
   float part[kLanes] = {};
   std::memcpy(part, p, n * sizeof(float));
   return load(part);
+#endif
 }
 inline void store(float* p, Vector v, int n) {
   if (n == kLanes) return store(p, v);

@@ -41,7 +41,7 @@ _PAUSE = 0.02  # seconds before a turn, in which the other side's threads fall a
 # Seconds between two calls after which a call is not as in a loop: a virtual machine's host may
 # have taken back the memory that the one before let go of, and a train step then took 465 ms, not
 # 220.
-_IDLE = 1.0
+_IDLE = 0.1
 
 
 class Sides:

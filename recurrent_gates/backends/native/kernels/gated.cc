@@ -462,7 +462,9 @@ struct Backward {
   Slot d_products[G];  // the cotangents of what the weights make of h_tm1
 
   Backward(const Arrays& a, int threads)  // that share the panels
-      : a(a), weights{a.weights, a.features, a.features, threads, a.packed} {
+      : a(a),
+        weights{a.weights, a.features, a.features,
+                threads,   a.packed,   a.batch <= kFewOfBlock ? kPanelOfFew : kPanel} {
     std::copy_n(a.d_z, G, d_products);
     if (Cell::apart) d_products[G - 1] = a.d_own;
   }
@@ -575,11 +577,9 @@ struct Backward {
         });
         continue;
       }
-      with_count<kPanel>(own.end - own.begin, [&](auto wide) {
-        rows.each(of_rows, [&](int64_t b, int count) {
-          with_count<kRows>(count, [&](auto known) {
-            block<decltype(known)::value, decltype(wide)::value>(t, scale, b, panel);
-          });
+      rows.each(of_rows, [&](int64_t b, int count) {
+        weights.with_counts(count, panel, [&](auto known, auto wide) {
+          block<decltype(known)::value, decltype(wide)::value>(t, scale, b, panel);
         });
       });
     }
@@ -679,15 +679,13 @@ struct InputCotangents {
   void product(Range mine, int64_t panel) const {
     const Blocks blocks(mine.end - mine.begin, kRows, 1);
     const int64_t slots = std::max<int64_t>(1, kWeights / a.features);
-    with_count<kPanel>(weights.of_panel(panel).end - weights.of_panel(panel).begin, [&](auto wide) {
-      for (int64_t g = 0; g < G; g += slots)
-        blocks.each({0, blocks.count}, [&](int64_t b, int count) {
-          with_count<kRows>(count, [&](auto known) {
-            const Range some{g, std::min<int64_t>(G, g + slots)};
-            block<decltype(known)::value, decltype(wide)::value>(mine.begin + b, some, panel);
-          });
+    for (int64_t g = 0; g < G; g += slots)
+      blocks.each({0, blocks.count}, [&](int64_t b, int count) {
+        weights.with_counts(count, panel, [&](auto known, auto wide) {
+          const Range some{g, std::min<int64_t>(G, g + slots)};
+          block<decltype(known)::value, decltype(wide)::value>(mine.begin + b, some, panel);
         });
-    });
+      });
   }
 
   void run(const XLA_FFI_CallFrame* frame, int threads) const {

@@ -41,7 +41,8 @@ inline void transpose(Vector (&square)[kLanes]) {
 }
 
 // The transposed weights of all slots, [width, F] each. Their rows are packed in panels of about
-// one width, as many for each thread: [panels][slots][F][width * lanes], zeros past the last.
+// one width, `most` or less, as many for each thread: [panels][slots][F][width * lanes], zeros past
+// the last.
 template <int G>
 struct Transposed {
   static constexpr int kRows = kAccumulators / kPanel;  // of d in a block
@@ -49,10 +50,11 @@ struct Transposed {
   int64_t width, features;
   int threads;  // that share the panels
   float* packed;
+  int most = kPanel;
 
   int64_t vectors() const { return up(width, kLanes); }
   int64_t panels() const {
-    const int64_t even = up(up(vectors(), kPanel), threads) * threads;
+    const int64_t even = up(up(vectors(), most), threads) * threads;
     return std::min(even, vectors());
   }
   Range of_panel(int64_t panel) const { return part(vectors(), panel, panels()); }
@@ -82,6 +84,17 @@ struct Transposed {
       for (int m = 0; m < kLanes; ++m)
         if (m < n) store(out + (k + m) * wide, square[m]);
     }
+  }
+
+  // Calls with the numbers of rows and of a panel's vectors, known at compile time.
+  template <typename Call>
+  void with_counts(int rows, int64_t panel, Call call) const {
+    const Range own = of_panel(panel);
+    with_count<kPanelOfFew>(own.end - own.begin, [&](auto wide) {
+      with_count<kRows>(rows, [&](auto known) {
+        if constexpr (known <= kFewOfBlock || wide <= kPanel) call(known, wide);
+      });
+    });
   }
 
   // sums += d W^T of some slots, for a block of d's rows and one panel of `wide` vectors.

@@ -23,7 +23,9 @@ constexpr int kLanes = 4, kRegisters = 16;
 // Sums of a block that stay in registers beside the weights and a number of x: with as many as 3 by
 // 4 of 16, some are written to memory at every step, which then takes twice as long as 6 by 2 does.
 constexpr int kAccumulators = kRegisters / 4 * 3;
-constexpr int kPanel = kRegisters / 8;  // vectors of a row in a block of the backward products
+// Vectors of a row in a block of the backward products, and of so few rows that fewer sums would
+// wait for each other.
+constexpr int kPanel = kRegisters / 8, kFewOfBlock = 2, kPanelOfFew = 4;
 
 typedef float Vector __attribute__((vector_size(4 * kLanes), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
@@ -115,6 +117,13 @@ inline Vector at_most(Vector x, float most) {
 }
 inline Vector at_least(Vector x, float least) {
   return (Vector)_mm512_max_ps(_mm512_set1_ps(least), (__m512)x);
+}
+#elif defined(__AVX__)
+inline Vector at_most(Vector x, float most) {
+  return (Vector)_mm256_min_ps(_mm256_set1_ps(most), (__m256)x);
+}
+inline Vector at_least(Vector x, float least) {
+  return (Vector)_mm256_max_ps(_mm256_set1_ps(least), (__m256)x);
 }
 #else
 inline Vector at_most(Vector x, float most) { return x > most ? zero() + most : x; }

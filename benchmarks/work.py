@@ -131,10 +131,8 @@ def make(contender: Contender, size: Size, dtype: str = "float32") -> Arrays:
 
 @functools.cache
 def _make(contender: Contender, size: Size, dtype: str) -> Arrays:
-    make_lane = functools.partial(_make_lane, contender, size, dtype)
-    if contender.lanes == 1:
-        return jax.jit(make_lane)(0)
-    return jax.jit(jax.vmap(make_lane))(jnp.arange(contender.lanes))
+    lanes = [_make_lane(contender, size, dtype, seed) for seed in range(contender.lanes)]
+    return lanes[0] if contender.lanes == 1 else jax.tree.map(lambda *each: jnp.stack(each), *lanes)
 
 
 def forget() -> None:
@@ -142,37 +140,39 @@ def forget() -> None:
     _make.cache_clear()
 
 
-def _make_lane(contender: Contender, size: Size, dtype: str, seed: Any) -> Arrays:
-    keys = jax.random.split(jax.random.fold_in(jax.random.key(0), seed), 6)
+def _make_lane(contender: Contender, size: Size, dtype: str, seed: int) -> Arrays:
+    """The arrays of a lane. NumPy draws most of them: each of JAX's draws would be compiled."""
+    rng = np.random.default_rng(seed)
+    init_key, noise_key = jax.random.split(jax.random.key(seed))
     cell = contender.build(size.features, dtype)
 
-    def near(key: jax.Array, tree: Any, *, matrices: bool) -> Any:
+    def normal(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
+
+    def near(tree: Any, *, matrices: bool) -> Any:
         """The tree moved a little, so that no bias and no state is zero."""
-        leaves, structure = jax.tree.flatten(tree)
-        leaf_keys = jax.random.split(key, len(leaves))
-        moved = [
-            leaf + 0.1 * jax.random.normal(k, leaf.shape, leaf.dtype)
-            if matrices or leaf.ndim < 2
-            else leaf
-            for k, leaf in zip(leaf_keys, leaves, strict=True)
-        ]
-        return jax.tree.unflatten(structure, moved)
+
+        def moved(leaf: jax.Array) -> jax.Array:
+            if leaf.ndim >= 2 and not matrices:
+                return leaf
+            return leaf + 0.1 * normal(leaf.shape, leaf.dtype)
+
+        return jax.tree.map(moved, tree)
 
     shape = (size.steps, size.batch)
-    xs = jax.random.normal(keys[0], (*shape, size.inputs), DTYPES[dtype])
     emitted = getattr(cell, "emitted_features", size.features)
-    cotangent = jax.random.normal(keys[1], (*shape, emitted), DTYPES[dtype])
     start = cell.initial((size.batch,))
-    carry = near(keys[4], start, matrices=True)
+    carry = near(start, matrices=True)
     if isinstance(cell, rg.DNC):  # weights are no numbers of any size; equal usage leaves a choice
-        usage = jax.random.uniform(keys[4], start.usage.shape)
+        usage = jnp.asarray(rng.random(start.usage.shape, np.float32), start.usage.dtype)
         carry = start._replace(c=carry.c, h=carry.h, memory=carry.memory, usage=usage)
+    init = jax.jit(functools.partial(cell.init_params, in_features=size.inputs))
     return Arrays(
-        params=near(keys[2], cell.init_params(keys[3], size.inputs), matrices=False),
-        xs=xs,
+        params=near(init(init_key), matrices=False),
+        xs=normal((*shape, size.inputs), DTYPES[dtype]),
         carry=carry,
-        cotangent=cotangent,
-        noise=rg.draw_noise(contender.carry_fns(), keys[5], size.steps, (size.batch,)),
+        cotangent=normal((*shape, emitted), DTYPES[dtype]),
+        noise=rg.draw_noise(contender.carry_fns(), noise_key, size.steps, (size.batch,)),
     )
 
 

@@ -138,6 +138,7 @@ struct Gru {
 enum class Split { kAlone, kRows, kUnits, kInPlace };
 
 constexpr int64_t kOwnCache = 3 << 18;     // bytes of a core's own cache, for weights
+constexpr int64_t kSharedCache = 1 << 24;  // bytes of weights that it may hold beside all else
 constexpr int64_t kRowsForAll = 48;        // of a thread, from which reading all weights is little
 constexpr int64_t kLeastOfStep = 60000;    // multiply-adds, from which a barrier is little
 constexpr int kPartsOfThread = 4;          // of what is shared: one thread may come late
@@ -193,6 +194,15 @@ struct Blocks {
   }
 };
 
+// The share of `size` numbers at `next` that is asked for while a block of all rows is formed in so
+// many turns; none where there is one block, or where all numbers, `whole`, may stay in a cache.
+Ahead share(const float* next, int64_t size, int64_t whole, int64_t b, int rows, Range all,
+            int64_t turns) {
+  const int64_t count = all.end - all.begin;
+  if (rows == count || 4 * whole <= kSharedCache) return {};
+  return {next + size * (b - all.begin) / count, up(size * rows, count * turns)};
+}
+
 template <typename Cell>
 struct Forward {
   static constexpr int G = Cell::slots;
@@ -229,12 +239,15 @@ struct Forward {
       }
   }
 
+  // Slots that a product of so many rows sums at once.
+  template <int rows>
+  static constexpr int kWide = (rows + 1) * G + 1 <= kRegisters ? G : kGroup;
+
   // sums += x weights, over `count` numbers of each of `rows` rows of x.
   template <int rows, bool input>
   static void multiply(const float* x, int64_t count, const float* weights,
-                       Vector (&sums)[rows][kSums]) {
-    constexpr bool all = (rows + 1) * G + 1 <= kRegisters;
-    constexpr int wide = all ? G : kGroup;
+                       Vector (&sums)[rows][kSums], Ahead& ahead) {
+    constexpr int wide = kWide<rows>;
 #pragma GCC unroll 2
     for (int g0 = 0; g0 < G; g0 += wide) {
       Vector own[rows][wide];
@@ -242,7 +255,8 @@ struct Forward {
       for (int m = 0; m < rows; ++m)
 #pragma GCC unroll 4
         for (int g = 0; g < wide; ++g) own[m][g] = sums[m][input ? sum_of_input(g0 + g) : g0 + g];
-      ::multiply<rows, wide, kGroup>(x, count, count, weights + g0 * count * kLanes, own);
+      ::multiply<rows, wide, kGroup>(x, count, count, weights + g0 * count * kLanes, own, ahead);
+      ahead.skip(count);
 #pragma GCC unroll 12
       for (int m = 0; m < rows; ++m)
 #pragma GCC unroll 4
@@ -295,15 +309,17 @@ struct Forward {
 
   template <int rows>
   void block(int64_t step, const float* h_tm1, const float* c_tm1, float* c_t, int64_t b,
-             int64_t block) const {
+             int64_t block, Range all) const {
     const int64_t row = a.row(a.time(step), b);
     Sums<rows> sums;
     start<rows>(a.time(step), b, block, sums);
     if (any_valid(row, rows)) {
       const float* weights = a.packed + block * block_size();
-      multiply<rows, true>(a.xs + row * a.inputs, a.inputs, weights, sums);
+      const int64_t turns = (a.inputs + a.features) * (G / kWide<rows>);
+      Ahead ahead = share(weights + block_size(), block_size(), packed_size(), b, rows, all, turns);
+      multiply<rows, true>(a.xs + row * a.inputs, a.inputs, weights, sums, ahead);
       multiply<rows, false>(h_tm1 + b * a.features, a.features,
-                            weights + a.inputs * G * kLanes, sums);
+                            weights + a.inputs * G * kLanes, sums, ahead);
     }
     finish<rows>(step, h_tm1, c_tm1, c_t, b, block, sums);
   }
@@ -329,24 +345,45 @@ struct Forward {
   void multiply_in_place(const float* x, int64_t count, const float* const* weights,
                          Range blocks) const {
     constexpr int64_t kFew = 8;
-    const int64_t F = a.features;
-    for (int64_t k0 = 0; k0 < count; k0 += kFew)
-      for (int g = 0; g < G; ++g)
-        for (int64_t block = blocks.begin; block < blocks.end; ++block) {
-          const int64_t at = block * kLanes, end = std::min(count, k0 + kFew);
-          const int n = std::min<int64_t>(kLanes, F - at);
-          float* kept = kept_sums<rows>(block, input ? sum_of_input(g) : g);
-          Vector sum[rows];
+    constexpr int kLine = 16 / kLanes;  // blocks that share a line of memory
+    for (int64_t k = 0; k < count; k += kFew)
+      for (int g = 0; g < G; ++g) {
+        const int sum = input ? sum_of_input(g) : g;
+        const Range some{k, std::min(count, k + kFew)};
+        int64_t block = blocks.begin;
+        for (; block + kLine <= blocks.end; block += kLine)
+          add_in_place<rows, kLine>(x, count, weights[g], some, block, sum);
+        for (; block < blocks.end; ++block)
+          add_in_place<rows, 1>(x, count, weights[g], some, block, sum);
+      }
+  }
+  // Some numbers' share of the sums of `wide` blocks.
+  template <int rows, int wide>
+  void add_in_place(const float* x, int64_t count, const float* weights, Range some, int64_t block,
+                    int slot) const {
+    const int64_t F = a.features, at = block * kLanes;
+    const int n = std::min<int64_t>(kLanes, F - at - (wide - 1) * kLanes);  // of the last
+    Vector sum[rows][wide];
 #pragma GCC unroll 12
-          for (int m = 0; m < rows; ++m) sum[m] = load(kept + m * kLanes);
-          for (int64_t k = k0; k < end; ++k) {
-            const Vector w = load(weights[g] + k * F + at, n);
+    for (int m = 0; m < rows; ++m)
+#pragma GCC unroll 4
+      for (int j = 0; j < wide; ++j) sum[m][j] = load(kept_sums<rows>(block + j, slot) + m * kLanes);
+    for (int64_t k = some.begin; k < some.end; ++k) {
+      Vector w[wide];
+#pragma GCC unroll 4
+      for (int j = 0; j < wide; ++j)
+        w[j] = load(weights + k * F + at + j * kLanes, j + 1 < wide ? kLanes : n);
 #pragma GCC unroll 12
-            for (int m = 0; m < rows; ++m) sum[m] += x[m * count + k] * w;
-          }
+      for (int m = 0; m < rows; ++m) {
+        const float x_k = x[m * count + k];
+#pragma GCC unroll 4
+        for (int j = 0; j < wide; ++j) sum[m][j] += x_k * w[j];
+      }
+    }
 #pragma GCC unroll 12
-          for (int m = 0; m < rows; ++m) store(kept + m * kLanes, sum[m]);
-        }
+    for (int m = 0; m < rows; ++m)
+#pragma GCC unroll 4
+      for (int j = 0; j < wide; ++j) store(kept_sums<rows>(block + j, slot) + m * kLanes, sum[m][j]);
   }
 
   template <int rows>
@@ -411,10 +448,11 @@ struct Forward {
       });
       return;
     }
+    const Range all = rows.range(of_rows);
     for (int64_t n = blocks.begin; n < blocks.end; ++n)
       rows.each(of_rows, [&](int64_t b, int count) {
         with_count<kRows>(count, [&](auto known) {
-          block<decltype(known)::value>(step, h_tm1, c_tm1, c_t, b, n);
+          block<decltype(known)::value>(step, h_tm1, c_tm1, c_t, b, n, all);
         });
       });
   }
@@ -516,12 +554,16 @@ struct Backward {
   }
 
   template <int rows, int wide>
-  void block(int64_t t, float scale, int64_t b, int64_t panel) const {
+  void block(int64_t t, float scale, int64_t b, int64_t panel, Range all) const {
     const int64_t F = a.features, at = weights.of_panel(panel).begin * kLanes;
+    const int64_t size = G * F * wide * kLanes;
+    const float* next = weights.packed + at * G * F + size;
     Vector sum[rows][wide];
     for (int m = 0; m < rows; ++m)
       for (int j = 0; j < wide; ++j) sum[m][j] = zero();
-    weights.template multiply<rows, wide>(d_products, a.row(t, b), {0, G}, panel, sum);
+    weights.template multiply<rows, wide>(
+        d_products, a.row(t, b), {0, G}, panel, sum,
+        share(next, size, weights.size(), b, rows, all, G * F));
     for (int m = 0; m < rows; ++m)
       for (int j = 0; j < wide; ++j) {
         const int n = std::min<int64_t>(kLanes, F - at - j * kLanes);
@@ -579,7 +621,7 @@ struct Backward {
       }
       rows.each(of_rows, [&](int64_t b, int count) {
         weights.with_counts(count, panel, [&](auto known, auto wide) {
-          block<decltype(known)::value, decltype(wide)::value>(t, scale, b, panel);
+          block<decltype(known)::value, decltype(wide)::value>(t, scale, b, panel, all);
         });
       });
     }

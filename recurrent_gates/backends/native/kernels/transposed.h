@@ -99,11 +99,12 @@ struct Transposed {
 
   // sums += d W^T of some slots, for a block of d's rows and one panel of `wide` vectors.
   template <int rows, int wide>
-  void multiply(const Slot* d, int64_t row, Range slots, int64_t panel,
-                Vector (&sums)[rows][wide]) const {
+  void multiply(const Slot* d, int64_t row, Range slots, int64_t panel, Vector (&sums)[rows][wide],
+                Ahead ahead = {}) const {
     const float* from = packed + of_panel(panel).begin * kLanes * G * features;
-    for (int64_t g = slots.begin; g < slots.end; ++g)
-      ::multiply(d[g].at(row), d[g].stride, features, from + g * features * wide * kLanes, sums);
+    for (int64_t g = slots.begin; g < slots.end; ++g, ahead.skip(features))
+      ::multiply(d[g].at(row), d[g].stride, features, from + g * features * wide * kLanes, sums,
+                 ahead);
   }
 
   // d W^T with weights that are read where they are, of `wide` of their rows; handed out as

@@ -52,7 +52,8 @@ struct Arrays {
 
 inline int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-constexpr int64_t kLeastOfCall = 1 << 22;  // multiply-adds, from which waking a thread is little
+// From which waking a thread is little: multiply-adds, and weights that are read or written.
+constexpr int64_t kLeastOfCall = 1 << 22, kLeastOfWeights = 1 << 18;
 
 // Calls with a number, of rows or vectors, that is known at compile time: sums are then registers.
 template <int most, typename Call>

@@ -144,7 +144,6 @@ constexpr int64_t kLeastOfStep = 60000;    // multiply-adds, from which a barrie
 constexpr int kPartsOfThread = 4;          // of what is shared: one thread may come late
 constexpr int64_t kFewRows = 6;            // of all steps, for which weights are not packed,
 constexpr int64_t kFewRowsBack = 12;       // nor transposed for the way back
-constexpr int64_t kLeastRead = 1 << 18;    // weights, from which waking a thread is little
 
 int64_t weights_of(const Arrays& a, int slots) {
   return slots * a.features * (a.features + a.inputs);
@@ -169,7 +168,7 @@ Split split(const Arrays& a, int slots, int threads, int64_t few) {
 // the number of weights decides whether they are shared, however few the rows.
 template <typename Run>
 void share_in_place(const XLA_FFI_CallFrame* frame, int threads, int64_t weights, Run run) {
-  const int helpers = weights >= kLeastRead ? threads : 1;
+  const int helpers = weights >= kLeastOfWeights ? threads : 1;
   in_parts(frame, helpers, helpers == 1 ? 1 : kPartsOfThread * helpers, run);
 }
 
@@ -344,8 +343,8 @@ struct Forward {
   template <int rows, bool input>
   void multiply_in_place(const float* x, int64_t count, const float* const* weights,
                          Range blocks) const {
-    constexpr int64_t kFew = 8;
     constexpr int kLine = 16 / kLanes;  // blocks that share a line of memory
+    constexpr int64_t kFew = 8 * kLine;
     for (int64_t k = 0; k < count; k += kFew)
       for (int g = 0; g < G; ++g) {
         const int sum = input ? sum_of_input(g) : g;

@@ -159,8 +159,9 @@ struct Gradients {
   }
 
   void run(const XLA_FFI_CallFrame* frame, int threads) const {
-    const int64_t work = a.steps * a.batch * G * a.features * (a.features + a.inputs);
-    const int most = work < kLeastOfCall ? 1 : int(std::min<int64_t>(threads, columns()));
+    const int64_t weights = G * a.features * (a.features + a.inputs);
+    const bool alone = a.steps * a.batch * weights < kLeastOfCall && weights < kLeastOfWeights;
+    const int most = alone ? 1 : int(std::min<int64_t>(threads, columns()));
     const Scratch scratch(most * packed_size());
     in_parts(frame, most, most, [&](int n, int parts) {
       run_columns(part(columns(), n, parts), scratch.data() + n * packed_size());

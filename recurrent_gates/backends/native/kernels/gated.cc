@@ -343,15 +343,15 @@ struct Forward {
   template <int rows, bool input>
   void multiply_in_place(const float* x, int64_t count, const float* const* weights,
                          Range blocks) const {
-    constexpr int kLine = 16 / kLanes;  // blocks that share a line of memory
-    constexpr int64_t kFew = 8 * kLine;
+    constexpr int kBlocks = kRegisters == 16 ? 2 : 1;  // at once: of 8 lanes, a line of memory
+    constexpr int64_t kFew = 8 * kBlocks;
     for (int64_t k = 0; k < count; k += kFew)
       for (int g = 0; g < G; ++g) {
         const int sum = input ? sum_of_input(g) : g;
         const Range some{k, std::min(count, k + kFew)};
         int64_t block = blocks.begin;
-        for (; block + kLine <= blocks.end; block += kLine)
-          add_in_place<rows, kLine>(x, count, weights[g], some, block, sum);
+        for (; block + kBlocks <= blocks.end; block += kBlocks)
+          add_in_place<rows, kBlocks>(x, count, weights[g], some, block, sum);
         for (; block < blocks.end; ++block)
           add_in_place<rows, 1>(x, count, weights[g], some, block, sum);
       }

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
 import recurrent_gates as rg
 from benchmarks import memory_peers
@@ -313,9 +314,9 @@ def jax_side(contender: Contender, size: Size, dtype: str) -> Side:
         weights = jnp.concatenate([_packed(params, slots, role).T.ravel() for role in roles])
         lengths = jnp.full((size.batch,), size.steps, jnp.int32)
         ys, _, _ = rnn.lstm(
-            jnp.swapaxes(xs, 0, 1),
-            carry.h[None],
-            carry.c[None],
+            _in_order(jnp.swapaxes(xs, 0, 1)),
+            _in_order(carry.h[None]),
+            _in_order(carry.c[None]),
             weights,
             lengths,
             size.inputs,
@@ -324,9 +325,21 @@ def jax_side(contender: Contender, size: Size, dtype: str) -> Side:
             0.0,
             False,
         )
-        return jnp.swapaxes(ys, 0, 1)
+        return jnp.swapaxes(_in_order(ys), 0, 1)
 
     return _in_jax(contender, size, dtype, run, "jax.experimental.rnn.lstm")
+
+
+@jax.custom_vjp
+def _in_order(x: jax.Array) -> jax.Array:
+    """x, and its cotangent, with the last axis next to each other in memory, as cuDNN reads them.
+
+    ``jax.experimental.rnn`` does not say so, and XLA would hand over a transposed array as it lies.
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+_in_order.defvjp(lambda x: (_in_order(x), None), lambda _, d: (_in_order(d),))
 
 
 # FlashRNN

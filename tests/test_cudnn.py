@@ -65,6 +65,15 @@ def step(cell, params, xs, carry, d_ys, d_last, **settings):
     return out, pullback((d_last, d_ys))
 
 
+def programs(jaxpr):
+    """A program and all that it calls."""
+    yield jaxpr
+    for equation in jaxpr.eqns:
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda v: hasattr(v, "eqns")):
+            if hasattr(value, "eqns"):
+                yield from programs(getattr(value, "jaxpr", value))
+
+
 CELLS = {
     "plain": rg.LSTM(FEATURES),
     "two_biases": rg.LSTM(FEATURES, bias_vectors=2),
@@ -175,3 +184,43 @@ def test_it_needs_a_gpu():
     params, xs, *_ = case(CELLS["plain"])
     with pytest.raises(ValueError, match="it needs an NVIDIA GPU"):
         rg.unroll(CELLS["plain"], params, xs, backend="cudnn")
+
+
+def test_what_cudnn_reads_and_writes_has_its_order_in_memory_and_is_an_array_of_its_own(
+    gpu, monkeypatch
+):
+    # A GPU's cuDNN computes something else from a transposed array that XLA hands over as it lies,
+    # and adds to what is in the memory of the gradients: that needs a GPU to be seen.
+    calls = {"cudnn_forward": lstm_fwd, "cudnn_backward": lstm_bwd}
+    for name, function in calls.items():
+
+        def call(*arguments, function=function, name=name):
+            at = [n for n, a in enumerate(arguments) if not isinstance(a, jax.Array | tuple)]
+
+            def run(*arguments):
+                return function(*arguments)
+
+            run.__name__ = name
+            return jax.jit(run, static_argnums=at)(*arguments)
+
+        monkeypatch.setattr(rnn, function.__name__, call)
+    whole = jax.make_jaxpr(functools.partial(step, rg.LSTM(FEATURES), backend="cudnn"))
+    found = dict.fromkeys(calls, 0)
+    for program in programs(whole(*case(rg.LSTM(FEATURES))).jaxpr):
+        made = {v: e for e in program.eqns for v in e.outvars}
+        for equation in program.eqns:
+            if equation.params.get("name") not in calls:
+                continue
+            found[equation.params["name"]] += 1
+            read = [made[v] for v in equation.invars]
+            assert {e.primitive.name for e in read} == {"optimization_barrier"}
+            ordered = [made[v] for e in read for v in e.invars]
+            users = [e for e in program.eqns if set(e.invars) & set(equation.outvars)]
+            assert {e.primitive.name for e in (*ordered, *users)} == {"layout_constraint"}
+            for e in (*ordered, *users):
+                (variable,) = e.invars
+                assert e.params["layout"].major_to_minor == tuple(range(variable.aval.ndim))
+            after = {v for e in users for v in e.outvars}
+            barriers = [e for e in program.eqns if set(e.invars) & after]
+            assert {e.primitive.name for e in barriers} == {"optimization_barrier"}
+    assert all(found.values())

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 from jax.experimental import rnn
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from recurrent_gates import target
 from recurrent_gates.cells import LSTM, LSTMState
@@ -130,9 +131,8 @@ def _lstm(
 def _forward(
     weights: jax.Array, xs: jax.Array, h: jax.Array, c: jax.Array, lengths: jax.Array
 ) -> tuple[Any, Any]:
-    (ys, last_h, last_c), kept = rnn.lstm_fwd(
-        jnp.swapaxes(xs, 0, 1), h[None], c[None], weights, lengths, *_sizes(xs, h)
-    )
+    arrays = _in_order((jnp.swapaxes(xs, 0, 1), h[None], c[None], weights, lengths))
+    (ys, last_h, last_c), kept = _in_order(rnn.lstm_fwd(*arrays, *_sizes(xs, h)))
     return (jnp.swapaxes(ys, 0, 1), last_h[0], last_c[0]), kept
 
 
@@ -140,9 +140,9 @@ def _forward(
 def _backward(kept: Any, cotangents: tuple[jax.Array, jax.Array, jax.Array]) -> tuple:
     d_ys, d_h, d_c = cotangents
     xs, h, *_ = kept
-    d_xs, d_h, d_c, d_weights, _ = rnn.lstm_bwd(
-        *_sizes(xs, h), kept, (jnp.swapaxes(d_ys, 0, 1), d_h[None], d_c[None])
-    )
+    arrays = _in_order((kept, (jnp.swapaxes(d_ys, 0, 1), d_h[None], d_c[None])))
+    *gradients, _ = rnn.lstm_bwd(*_sizes(xs, h), *arrays)
+    d_xs, d_h, d_c, d_weights = _in_order(gradients)
     return d_weights, jnp.swapaxes(d_xs, 0, 1), d_h[0], d_c[0]
 
 
@@ -151,6 +151,17 @@ def _pullback(kept: Any, cotangents: tuple[jax.Array, jax.Array, jax.Array]) -> 
 
 
 _lstm.defvjp(_forward, _pullback)
+
+
+def _in_order(tree: Any) -> Any:
+    """The arrays as they are, the last axis next to each other in memory, and memory of their own.
+
+    jax.experimental.rnn does not say that cuDNN reads and writes them so, and XLA hands over a
+    transposed array as it lies. In a loop over lanes it has cuDNN write into the stacked gradients
+    themselves, whose memory cuDNN adds to.
+    """
+    ordered = jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))), tree)
+    return jax.lax.optimization_barrier(ordered)
 
 
 def _sizes(xs: jax.Array, h: jax.Array) -> tuple[int, int, int, float, bool, None]:

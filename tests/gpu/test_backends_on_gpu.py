@@ -72,8 +72,9 @@ def test_pallas_is_the_scan_on_a_gpu(x32, name):
 
         return pull(*trees)
 
-    with jax.default_matmul_precision("highest"):  # no TF32; float32 over some hundred terms
-        assert_close(run("pallas"), run("scan"), 1e-4)
+    # No TF32. On an H200 ur_gru's scan itself is 7.2e-5 from float64, Pallas 9.9e-5.
+    with jax.default_matmul_precision("highest"):
+        assert_close(run("pallas"), run("scan"), 2e-4 if name == "ur_gru" else 1e-4)
 
 
 @pytest.mark.parametrize("reverse", [False, True])

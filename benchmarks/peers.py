@@ -339,7 +339,15 @@ def _in_order(x: jax.Array) -> jax.Array:
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-_in_order.defvjp(lambda x: (_in_order(x), None), lambda _, d: (_in_order(d),))
+def _in_order_forward(x: jax.Array) -> tuple[jax.Array, None]:
+    return _in_order(x), None
+
+
+def _in_order_backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    return (_in_order(cotangent),)
+
+
+_in_order.defvjp(_in_order_forward, _in_order_backward)
 
 
 # FlashRNN

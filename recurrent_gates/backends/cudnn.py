@@ -132,7 +132,8 @@ def _forward(
     weights: jax.Array, xs: jax.Array, h: jax.Array, c: jax.Array, lengths: jax.Array
 ) -> tuple[Any, Any]:
     arrays = _in_order((jnp.swapaxes(xs, 0, 1), h[None], c[None], weights, lengths))
-    (ys, last_h, last_c), kept = _in_order(rnn.lstm_fwd(*arrays, *_sizes(xs, h)))
+    arguments = [*arrays, *_sizes(xs, h)]
+    (ys, last_h, last_c), kept = _in_order(rnn.lstm_fwd(*arguments))
     return (jnp.swapaxes(ys, 0, 1), last_h[0], last_c[0]), kept
 
 

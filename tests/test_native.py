@@ -56,10 +56,12 @@ SIZES = {
     "rows": (3, (41,), 9, 72),
     "units": (3, (9,), 5, 230),
 }
-# Whose kernels are laid side by side; and whose inputs' cotangents threads share, a slot at a time.
+# Whose kernels are laid side by side; whose inputs' cotangents threads share, a slot at a time; and
+# one step, for which each thread packs weights more than once.
 GATED = {
     "wide_inputs_of_more_rows": (20, (2,), 130, 6),
     "slots_in_turn": (2, (7,), 150, 530),
+    "one_step_of_many_units": (1, (13,), 5, 400),
 }
 # As much work as threads of a GATO share, whose products are cheap.
 LARGE = {"many_examples": (40, (64,), 30, 40), "many_units": (40, (9,), 30, 230)}
@@ -140,7 +142,7 @@ def test_kernels_are_the_scan(name, how, size):
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        *itertools.product(("lstm", "gru"), ("rows", "units", "small", "slots_in_turn")),
+        *itertools.product(("lstm", "gru"), ("rows", "units", "small", *GATED)),
         *itertools.product(("gato1",), ("many_examples", "many_units")),
     ],
 )

@@ -139,7 +139,6 @@ enum class Split { kAlone, kRows, kUnits, kInPlace };
 
 constexpr int64_t kOwnCache = 3 << 18;     // bytes of a core's own cache, for weights
 constexpr int64_t kSharedCache = 1 << 24;  // bytes of weights that it may hold beside all else
-constexpr int64_t kRowsForAll = 48;        // of a thread, from which reading all weights is little
 constexpr int64_t kLeastOfStep = 60000;    // multiply-adds, from which a barrier is little
 constexpr int kPartsOfThread = 4;          // of what is shared: one thread may come late
 constexpr int64_t kFewRows = 6;            // of all steps, for which weights are not packed,
@@ -150,15 +149,29 @@ int64_t weights_of(const Arrays& a, int slots) {
 }
 int64_t work_of_step(const Arrays& a, int slots) { return a.batch * weights_of(a, slots); }
 
+// Rows of a thread, from which reading all weights from the cache that cores share is little. Where
+// each has 2 MB of its own, as in Intel's servers, the shared one is slow.
+int64_t rows_for_all() {
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+  static const int64_t own = sysconf(_SC_LEVEL2_CACHE_SIZE);
+  return own >= 1 << 21 ? 256 : 48;
+#else
+  return 48;
+#endif
+}
+
 // How threads share a loop: units with weights that stay in place, where all steps have `few` rows
 // or less; rows where all weights fit each one's cache, or where each has many rows; else units,
-// where a step is long enough for a barrier.
+// where a step is long enough for a barrier. Units of a single step, which has none, if they come
+// out even: each thread then reads what it has packed itself.
 Split split(const Arrays& a, int slots, int threads, int64_t few) {
-  const int64_t weights = weights_of(a, slots);
+  const int64_t weights = weights_of(a, slots), vectors = up(a.features, kLanes);
   if (a.steps * a.batch <= few) return Split::kInPlace;
   if (threads < 2 || a.steps * a.batch * weights < kLeastOfCall) return Split::kAlone;
+  if (a.steps == 1 && 10 * up(vectors, threads) * threads <= 11 * vectors) return Split::kUnits;
   const bool enough = a.batch >= threads;
-  if (enough && (4 * weights <= kOwnCache || a.batch >= threads * kRowsForAll)) return Split::kRows;
+  if (enough && (4 * weights <= kOwnCache || a.batch >= threads * rows_for_all()))
+    return Split::kRows;
   const bool long_enough = work_of_step(a, slots) >= kLeastOfStep;
   if (long_enough && a.features >= kLanes * threads) return Split::kUnits;
   return enough ? Split::kRows : Split::kAlone;
@@ -212,6 +225,11 @@ struct Forward {
   static constexpr int kRows = kAccumulators / (kRegisters == 16 ? kGroup : kSums);
   const Arrays& a;
   const bool keep;  // the pre-activations, for a backward pass
+  const int threads;
+  const Split how;
+
+  Forward(const Arrays& a, bool keep, int threads)
+      : a(a), keep(keep), threads(threads), how(split(a, G, threads, kFewRows)) {}
 
   static constexpr int sum_of_input(int g) { return Cell::apart && g == G - 1 ? G : g; }
 
@@ -219,9 +237,10 @@ struct Forward {
   int64_t block_size() const { return (a.inputs + a.features) * G * kLanes; }
   int64_t blocks() const { return up(a.features, kLanes); }
   int64_t packed_size() const { return blocks() * block_size(); }
-  void pack(Range blocks) const {
-    pack(blocks, a.kernels, a.inputs, a.packed);
-    pack(blocks, a.weights, a.features, a.packed + a.inputs * G * kLanes);
+  float* packed(int64_t block) const { return a.packed + block * block_size(); }
+  void pack(Range blocks, float* to) const {
+    pack(blocks, a.kernels, a.inputs, to);
+    pack(blocks, a.weights, a.features, to + a.inputs * G * kLanes);
   }
   // A few rows at a time, each read from its one end to the other.
   void pack(Range blocks, const float* const* from, int64_t count, float* to) const {
@@ -230,11 +249,13 @@ struct Forward {
       for (int64_t block = blocks.begin; block < blocks.end; ++block) {
         const int64_t at = block * kLanes, end = std::min(count, k0 + kFew);
         const int n = std::min<int64_t>(kLanes, a.features - at);
-        float* out = to + block * block_size();
+        float* out = to + (block - blocks.begin) * block_size();
         for (int64_t k = k0; k < end; ++k)
-          for (int g = 0; g < G; ++g)
-            store(out + ((g / kGroup * count + k) * kGroup + g % kGroup) * kLanes,
-                  load(from[g] + k * a.features + at, n));
+          for (int g = 0; g < G; ++g) {
+            const float* row = from[g] + k * a.features + at;
+            __builtin_prefetch(row + kFew * a.features);
+            store(out + ((g / kGroup * count + k) * kGroup + g % kGroup) * kLanes, load(row, n));
+          }
       }
   }
 
@@ -308,14 +329,14 @@ struct Forward {
 
   template <int rows>
   void block(int64_t step, const float* h_tm1, const float* c_tm1, float* c_t, int64_t b,
-             int64_t block, Range all) const {
+             int64_t block, const float* weights, Range all) const {
     const int64_t row = a.row(a.time(step), b);
     Sums<rows> sums;
     start<rows>(a.time(step), b, block, sums);
     if (any_valid(row, rows)) {
-      const float* weights = a.packed + block * block_size();
       const int64_t turns = (a.inputs + a.features) * (G / kWide<rows>);
-      Ahead ahead = share(weights + block_size(), block_size(), packed_size(), b, rows, all, turns);
+      const int64_t whole = a.steps == 1 ? 0 : packed_size();
+      Ahead ahead = share(weights + block_size(), block_size(), whole, b, rows, all, turns);
       multiply<rows, true>(a.xs + row * a.inputs, a.inputs, weights, sums, ahead);
       multiply<rows, false>(h_tm1 + b * a.features, a.features,
                             weights + a.inputs * G * kLanes, sums, ahead);
@@ -331,9 +352,25 @@ struct Forward {
 
   // Weights that are read where they are: a few of their rows at a time, from one end to the other,
   // so that the sums of all units are kept in memory meanwhile, [blocks][sums][rows][lanes].
-  bool in_place() const { return split(a, G, 1, kFewRows) == Split::kInPlace; }
   int64_t sums_size() const { return blocks() * kSums * kRows * kLanes; }
-  int64_t scratch_size() const { return in_place() ? sums_size() : packed_size(); }
+
+  // The weights of a single step are packed a few blocks at a time, and multiplied while a core's
+  // own cache has them.
+  bool at_once() const { return a.steps == 1 && (how == Split::kAlone || how == Split::kUnits); }
+  int64_t few_blocks() const {
+    return std::clamp<int64_t>(kOwnCache / (4 * block_size()), 1, blocks());
+  }
+  void only_step(const Blocks& rows, Range of_rows, Range blocks, float* few) const {
+    for (int64_t begin = blocks.begin; begin < blocks.end; begin += few_blocks()) {
+      const Range some{begin, std::min(begin + few_blocks(), blocks.end)};
+      pack(some, few);
+      step(0, rows, of_rows, some, few);
+    }
+  }
+  int64_t scratch_size() const {
+    if (how == Split::kInPlace) return sums_size();
+    return at_once() ? threads * few_blocks() * block_size() : packed_size();
+  }
 
   template <int rows>
   float* kept_sums(int64_t block, int g) const {
@@ -426,7 +463,9 @@ struct Forward {
       }
   }
 
-  void step(int64_t step, const Blocks& rows, Range of_rows, Range blocks) const {
+  // A step of some blocks of units, whose packed weights are at `weights`.
+  void step(int64_t step, const Blocks& rows, Range of_rows, Range blocks,
+            const float* weights) const {
     const int64_t t = a.time(step), before = a.time(step - 1);
     const float* h_tm1 = step == 0 ? a.h_0 : a.hs + a.row(before, 0) * a.features;
     const float* c_tm1 = a.c_0;
@@ -439,7 +478,7 @@ struct Forward {
       h_tm1 = a.h_in + step % 2 * a.batch * a.features;
       c_tm1 = a.c_in + step % 2 * a.batch * a.features;
     }
-    if (in_place()) {
+    if (how == Split::kInPlace) {
       rows.each(of_rows, [&](int64_t b, int count) {
         with_count<kRows>(count, [&](auto known) {
           blocks_in_place<decltype(known)::value>(step, h_tm1, c_tm1, c_t, b, blocks);
@@ -448,42 +487,53 @@ struct Forward {
       return;
     }
     const Range all = rows.range(of_rows);
-    for (int64_t n = blocks.begin; n < blocks.end; ++n)
+    for (int64_t n = blocks.begin; n < blocks.end; ++n, weights += block_size())
       rows.each(of_rows, [&](int64_t b, int count) {
         with_count<kRows>(count, [&](auto known) {
-          block<decltype(known)::value>(step, h_tm1, c_tm1, c_t, b, n, all);
+          block<decltype(known)::value>(step, h_tm1, c_tm1, c_t, b, n, weights, all);
         });
       });
   }
 
-  void run(const XLA_FFI_CallFrame* frame, int threads) const {
+  void run(const XLA_FFI_CallFrame* frame) const {
     if (a.h_reset != nullptr) leave_first();
-    const Split how = split(a, G, threads, kFewRows);
     const Blocks rows(a.batch, kRows, how == Split::kRows ? threads : 1);
     const Range all_rows{0, rows.count}, all_blocks{0, blocks()};
-    const auto pack_part = [this](int n, int parts) { pack(part(blocks(), n, parts)); };
+    const auto pack_part = [this](int n, int parts) {
+      const Range mine = part(blocks(), n, parts);
+      pack(mine, packed(mine.begin));
+    };
+    if (at_once()) {
+      const int team = how == Split::kAlone ? 1 : threads;
+      in_team(frame, team, 1, work_of_step(a, G), [&](int64_t, int rank, int size) {
+        float* few = a.packed + rank * few_blocks() * block_size();
+        only_step(rows, all_rows, part(blocks(), rank, size), few);
+      });
+      return;
+    }
     switch (how) {
       case Split::kAlone:
-        pack(all_blocks);
-        for (int64_t s = 0; s < a.steps; ++s) step(s, rows, all_rows, all_blocks);
+        pack(all_blocks, a.packed);
+        for (int64_t s = 0; s < a.steps; ++s) step(s, rows, all_rows, all_blocks, a.packed);
         break;
       case Split::kRows:
         in_parts(frame, threads, threads, pack_part);
         in_parts(frame, threads, rows.parts(threads), [&](int n, int parts) {
           const Range mine = part(rows.count, n, parts);
-          for (int64_t s = 0; s < a.steps; ++s) step(s, rows, mine, all_blocks);
+          for (int64_t s = 0; s < a.steps; ++s) step(s, rows, mine, all_blocks, a.packed);
         });
         break;
       case Split::kUnits:
         in_parts(frame, threads, threads, pack_part);
         in_team(frame, threads, a.steps, work_of_step(a, G), [&](int64_t s, int rank, int size) {
-          step(s, rows, all_rows, part(blocks(), rank, size));
+          const Range mine = part(blocks(), rank, size);
+          step(s, rows, all_rows, mine, packed(mine.begin));
         });
         break;
       case Split::kInPlace:
         for (int64_t s = 0; s < a.steps; ++s)
           share_in_place(frame, threads, weights_of(a, G), [&](int n, int parts) {
-            step(s, rows, all_rows, part(blocks(), n, parts));
+            step(s, rows, all_rows, part(blocks(), n, parts), nullptr);
           });
         break;
     }
@@ -498,15 +548,30 @@ struct Backward {
   const Transposed<G> weights;
   Slot d_products[G];  // the cotangents of what the weights make of h_tm1
 
-  Backward(const Arrays& a, int threads)  // that share the panels
+  const int threads;
+  const Split how;
+
+  Backward(const Arrays& a, int threads)
+      : Backward(a, threads, split(a, G, threads, kFewRowsBack)) {}
+  Backward(const Arrays& a, int threads, Split how)
       : a(a),
-        weights{a.weights, a.features, a.features,
-                threads,   a.packed,   a.batch <= kFewOfBlock ? kPanelOfFew : kPanel} {
+        weights{a.weights,
+                a.features,
+                a.features,
+                how == Split::kUnits || how == Split::kInPlace ? threads : 1,
+                a.packed,
+                a.batch <= kFewOfBlock ? kPanelOfFew : kPanel},
+        threads(threads),
+        how(how) {
     std::copy_n(a.d_z, G, d_products);
     if (Cell::apart) d_products[G - 1] = a.d_own;
   }
-  bool in_place() const { return split(a, G, 1, kFewRowsBack) == Split::kInPlace; }
-  int64_t scratch_size() const { return in_place() ? 0 : weights.size(); }
+  // The weights of a single step are packed a panel at a time, as on the way forward.
+  bool at_once() const { return a.steps == 1 && (how == Split::kAlone || how == Split::kUnits); }
+  int64_t scratch_size() const {
+    if (how == Split::kInPlace) return 0;
+    return at_once() ? threads * weights.size_of_panel() : weights.size();
+  }
 
   // The cotangents of the pre-activations; d_h becomes what reaches h_tm1 through no product.
   void units(int64_t step, const Blocks& rows, Range of_rows, Range vectors) const {
@@ -553,16 +618,16 @@ struct Backward {
   }
 
   template <int rows, int wide>
-  void block(int64_t t, float scale, int64_t b, int64_t panel, Range all) const {
+  void block(int64_t t, float scale, int64_t b, int64_t panel, const float* from,
+             Range all) const {
     const int64_t F = a.features, at = weights.of_panel(panel).begin * kLanes;
     const int64_t size = G * F * wide * kLanes;
-    const float* next = weights.packed + at * G * F + size;
     Vector sum[rows][wide];
     for (int m = 0; m < rows; ++m)
       for (int j = 0; j < wide; ++j) sum[m][j] = zero();
     weights.template multiply<rows, wide>(
-        d_products, a.row(t, b), {0, G}, panel, sum,
-        share(next, size, weights.size(), b, rows, all, G * F));
+        d_products, a.row(t, b), {0, G}, from, sum,
+        share(from + size, size, at_once() ? 0 : weights.size(), b, rows, all, G * F));
     for (int m = 0; m < rows; ++m)
       for (int j = 0; j < wide; ++j) {
         const int n = std::min<int64_t>(kLanes, F - at - j * kLanes);
@@ -595,7 +660,9 @@ struct Backward {
     }
   }
 
-  void product(int64_t step, const Blocks& rows, Range of_rows, Range panels) const {
+  // `few` has the place of a panel where all of them are packed at once, else it is null.
+  void product(int64_t step, const Blocks& rows, Range of_rows, Range panels,
+               float* few = nullptr) const {
     const Range all = rows.range(of_rows);
     const int64_t t = a.time(step);
     const float scale = a.scale[t];
@@ -610,7 +677,7 @@ struct Backward {
         }
         continue;
       }
-      if (in_place()) {
+      if (how == Split::kInPlace) {
         rows.each(of_rows, [&](int64_t b, int count) {
           with_count<kRows>(count, [&](auto known) {
             block_in_place<decltype(known)::value>(t, scale, b, panel);
@@ -618,20 +685,17 @@ struct Backward {
         });
         continue;
       }
+      if (few != nullptr) weights.pack(panel, few);
+      const float* packed = few != nullptr ? few : weights.packed_panel(panel);
       rows.each(of_rows, [&](int64_t b, int count) {
         weights.with_counts(count, panel, [&](auto known, auto wide) {
-          block<decltype(known)::value, decltype(wide)::value>(t, scale, b, panel, all);
+          block<decltype(known)::value, decltype(wide)::value>(t, scale, b, panel, packed, all);
         });
       });
     }
   }
 
-  static void run(const XLA_FFI_CallFrame* frame, const Arrays& a, int threads) {
-    const Split how = split(a, G, threads, kFewRowsBack);
-    const bool of_units = how == Split::kUnits || how == Split::kInPlace;
-    Backward(a, of_units ? threads : 1).run(frame, how, threads);
-  }
-  void run(const XLA_FFI_CallFrame* frame, Split how, int threads) const {
+  void run(const XLA_FFI_CallFrame* frame) const {
     const int64_t state = a.batch * a.features;
     std::copy_n(a.d_h_T, state, a.d_h);
     if (Cell::has_c) std::copy_n(a.d_c_T, state, a.d_c);
@@ -656,13 +720,18 @@ struct Backward {
     const auto units_alone = [&](int64_t turn, int rank, int size) {
       const Range mine = part(weights.panels(), rank, size);
       const int64_t s = a.steps - 1 - turn;
-      if (turn > 0) product(s + 1, rows, all_rows, mine);
+      float* few = at_once() ? a.packed + rank * weights.size_of_panel() : nullptr;
+      if (turn > 0) product(s + 1, rows, all_rows, mine, few);
       if (s < 0) return;
       const int64_t end = weights.of_panel(mine.end).begin;
       units(s, rows, all_rows, {weights.of_panel(mine.begin).begin, end});
     };
     switch (how) {
       case Split::kAlone:
+        if (at_once()) {
+          for (int64_t turn = 0; turn < 2; ++turn) units_alone(turn, 0, 1);
+          break;
+        }
         weights.pack(all_panels);
         rows_alone(all_rows);
         break;
@@ -672,7 +741,7 @@ struct Backward {
                  [&](int n, int parts) { rows_alone(part(rows.count, n, parts)); });
         break;
       case Split::kUnits:
-        in_parts(frame, threads, threads, pack_part);
+        if (!at_once()) in_parts(frame, threads, threads, pack_part);
         in_team(frame, threads, a.steps + 1, work_of_step(a, G), units_alone);
         break;
       case Split::kInPlace:
@@ -703,6 +772,7 @@ struct InputCotangents {
 
   template <int rows, int wide>
   void block(int64_t row, Range slots, int64_t panel) const {
+    const float* from = weights.packed_panel(panel);
     const int64_t D = a.inputs, at = weights.of_panel(panel).begin * kLanes;
     float* out = a.d_xs + row * D + at;
     Vector sum[rows][wide];
@@ -711,7 +781,7 @@ struct InputCotangents {
         const int n = std::min<int64_t>(kLanes, D - at - j * kLanes);
         sum[m][j] = slots.begin == 0 ? zero() : load(out + m * D + j * kLanes, n);
       }
-    weights.template multiply<rows, wide>(a.d_z, row, slots, panel, sum);
+    weights.template multiply<rows, wide>(a.d_z, row, slots, from, sum);
     for (int m = 0; m < rows; ++m)
       for (int j = 0; j < wide; ++j)
         store(out + m * D + j * kLanes, sum[m][j], std::min<int64_t>(kLanes, D - at - j * kLanes));
@@ -817,13 +887,13 @@ void forward(const XLA_FFI_CallFrame* frame) {
     a.cs = read.out();
   }
   const int64_t turns = a.h_reset == nullptr ? 0 : 2 * a.batch * a.features;
-  const Forward<Cell> loop{a, keep};
+  const Forward<Cell> loop(a, keep, threads_of(frame, read));
   const int64_t packed = loop.scratch_size();
   const Scratch scratch(packed + (1 + Cell::has_c) * turns);
   a.packed = scratch.data();
   a.h_in = a.packed + packed;
   a.c_in = a.h_in + turns;
-  loop.run(frame, threads_of(frame, read));
+  loop.run(frame);
 }
 
 template <typename Cell>
@@ -857,9 +927,10 @@ void backward(const XLA_FFI_CallFrame* frame) {
     if (Cell::has_c) a.d_c_reset = read.out();
     a.d_h_reset = read.out();
   }
-  const Scratch scratch(Backward<Cell>(a, 1).scratch_size());
+  const int threads = threads_of(frame, read);
+  const Scratch scratch(Backward<Cell>(a, threads).scratch_size());
   a.packed = scratch.data();
-  Backward<Cell>::run(frame, a, threads_of(frame, read));
+  Backward<Cell>(a, threads).run(frame);
 }
 
 template <typename Cell>

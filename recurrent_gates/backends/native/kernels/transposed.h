@@ -59,17 +59,22 @@ struct Transposed {
   }
   Range of_panel(int64_t panel) const { return part(vectors(), panel, panels()); }
   int64_t size() const { return vectors() * kLanes * G * features; }
+  int64_t size_of_panel() const { return most * kLanes * G * features; }  // at most
+  float* packed_panel(int64_t panel) const {
+    return packed + of_panel(panel).begin * kLanes * G * features;
+  }
 
   void pack(Range panels) const {
-    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
-      const Range own = of_panel(panel);
-      const int64_t wide = (own.end - own.begin) * kLanes;
-      float* out = packed + own.begin * kLanes * G * features;
-      for (int g = 0; g < G; ++g, out += features * wide)
-        for (int64_t v = own.begin; v < own.end; ++v)
-          pack(weights[g] + v * kLanes * features, std::min<int64_t>(kLanes, width - v * kLanes),
-               out + (v - own.begin) * kLanes, wide);
-    }
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel)
+      pack(panel, packed_panel(panel));
+  }
+  void pack(int64_t panel, float* out) const {
+    const Range own = of_panel(panel);
+    const int64_t wide = (own.end - own.begin) * kLanes;
+    for (int g = 0; g < G; ++g, out += features * wide)
+      for (int64_t v = own.begin; v < own.end; ++v)
+        pack(weights[g] + v * kLanes * features, std::min<int64_t>(kLanes, width - v * kLanes),
+             out + (v - own.begin) * kLanes, wide);
   }
   // One vector's rows, a square of numbers at a time.
   void pack(const float* from, int rows, float* out, int64_t wide) const {
@@ -97,11 +102,10 @@ struct Transposed {
     });
   }
 
-  // sums += d W^T of some slots, for a block of d's rows and one panel of `wide` vectors.
+  // sums += d W^T of some slots, for a block of d's rows and one packed panel of `wide` vectors.
   template <int rows, int wide>
-  void multiply(const Slot* d, int64_t row, Range slots, int64_t panel, Vector (&sums)[rows][wide],
-                Ahead ahead = {}) const {
-    const float* from = packed + of_panel(panel).begin * kLanes * G * features;
+  void multiply(const Slot* d, int64_t row, Range slots, const float* from,
+                Vector (&sums)[rows][wide], Ahead ahead = {}) const {
     for (int64_t g = slots.begin; g < slots.end; ++g, ahead.skip(features))
       ::multiply(d[g].at(row), d[g].stride, features, from + g * features * wide * kLanes, sums,
                  ahead);

@@ -57,11 +57,12 @@ SIZES = {
     "units": (3, (9,), 5, 230),
 }
 # Whose kernels are laid side by side; whose inputs' cotangents threads share, a slot at a time; and
-# one step, for which each thread packs weights more than once.
+# one step, for which each thread packs weights more than once; one of unequal blocks of rows.
 GATED = {
     "wide_inputs_of_more_rows": (20, (2,), 130, 6),
     "slots_in_turn": (2, (7,), 150, 530),
     "one_step_of_many_units": (1, (13,), 5, 400),
+    "five_rows_in_place": (1, (5,), 40, 512),
 }
 # As much work as threads of a GATO share, whose products are cheap.
 LARGE = {"many_examples": (40, (64,), 30, 40), "many_units": (40, (9,), 30, 230)}
@@ -168,6 +169,16 @@ def test_many_calls_at_once_end():
     for _ in range(20):
         for out in many(*values):
             assert_close(out, alone, 1e-7)
+
+
+@pytest.mark.parametrize("name", ["ur_gru", "gru", "r_janet"])
+def test_threads_at_different_rows_do_not_meet(name):
+    """Five rows are blocks of two and three where four would fit; a thread may be one ahead."""
+    cell, (params, xs, carry) = arrays(CELLS[name], "five_rows_in_place")
+    run = jax.jit(functools.partial(rg.unroll, cell, backend="native"))
+    expected = rg.unroll(cell, params, xs, carry, backend="scan")
+    for _ in range(200):
+        assert_close(run(params, xs, carry), expected, TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["ur_lstm", "gru", "janet", "gato1"])

@@ -155,9 +155,9 @@ _lstm.defvjp(_forward, _pullback)
 
 
 def _in_order(tree: Any) -> Any:
-    """The arrays as they are, the last axis next to each other in memory, and memory of their own.
+    """The same arrays, each in memory of its own where the last axis is contiguous.
 
-    jax.experimental.rnn does not say that cuDNN reads and writes them so, and XLA hands over a
+    jax.experimental.rnn does not tell XLA that cuDNN reads and writes them so, and XLA hands over a
     transposed array as it lies. In a loop over lanes it has cuDNN write into the stacked gradients
     themselves, whose memory cuDNN adds to.
     """

@@ -9,14 +9,13 @@
 // A step of an example that is not valid keeps its carry, and is not computed where its whole block
 // is not valid; one that is reset reads another carry, which the step before it leaves for it.
 //
-// Weights are packed once a call, in the order in which they are read, unless they are read a few
-// times only. Threads share the batch, and then never wait for each other, or the units, and then
-// do at every step; see `split`.
+// Weights are packed in the order in which they are read: once a call, or those of a single step a
+// few at a time. Those that are read a few times only stay as they are. Threads share the batch,
+// and then never wait for each other, or the units, and then do at every step; see `split`.
 // Everything is [T, B, F]: time, batch, features.
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "arrays.h"
 #include "call.h"
@@ -26,6 +25,10 @@
 #include "transposed.h"
 #include "vectors.h"
 #include "weights.h"
+
+#if defined(__linux__)
+#include <unistd.h>
+#endif
 
 namespace {
 
@@ -138,7 +141,7 @@ struct Gru {
 enum class Split { kAlone, kRows, kUnits, kInPlace };
 
 constexpr int64_t kOwnCache = 3 << 18;     // bytes of a core's own cache, for weights
-constexpr int64_t kSharedCache = 1 << 24;  // bytes of weights that it may hold beside all else
+constexpr int64_t kSharedCache = 1 << 24;  // bytes of weights that a shared one may hold
 constexpr int64_t kLeastOfStep = 60000;    // multiply-adds, from which a barrier is little
 constexpr int kPartsOfThread = 4;          // of what is shared: one thread may come late
 constexpr int64_t kFewRows = 6;            // of all steps, for which weights are not packed,
@@ -162,8 +165,8 @@ int64_t rows_for_all() {
 
 // How threads share a loop: units with weights that stay in place, where all steps have `few` rows
 // or less; rows where all weights fit each one's cache, or where each has many rows; else units,
-// where a step is long enough for a barrier. Units of a single step, which has none, if they come
-// out even: each thread then reads what it has packed itself.
+// where a step is long enough for a barrier. Units of a single step, which has at most one, if they
+// come out even: each thread then reads what it has packed itself.
 Split split(const Arrays& a, int slots, int threads, int64_t few) {
   const int64_t weights = weights_of(a, slots), vectors = up(a.features, kLanes);
   if (a.steps * a.batch <= few) return Split::kInPlace;
@@ -220,7 +223,8 @@ struct Forward {
   static constexpr int G = Cell::slots;
   // Sums of a block: the slots', and that of the inputs which a reset keeps apart.
   static constexpr int kSums = G + Cell::apart;
-  // Slots whose weights lie side by side: two of four where registers hold no four of many rows.
+  // Slots whose weights lie side by side: two of four where registers cannot hold all four of many
+  // rows.
   static constexpr int kGroup = kRegisters == 16 && G == 4 ? 2 : G;
   static constexpr int kRows = kAccumulators / (kRegisters == 16 ? kGroup : kSums);
   const Arrays& a;
@@ -350,15 +354,12 @@ struct Forward {
     return false;
   }
 
-  // Weights that are read where they are: a few of their rows at a time, from one end to the other,
-  // so that the sums of all units are kept in memory meanwhile, [blocks][sums][rows][lanes].
-  int64_t sums_size() const { return blocks() * kSums * kRows * kLanes; }
-
   // The weights of a single step are packed a few blocks at a time, and multiplied while a core's
   // own cache has them.
   bool at_once() const { return a.steps == 1 && (how == Split::kAlone || how == Split::kUnits); }
+  int team() const { return how == Split::kAlone ? 1 : threads; }
   int64_t few_blocks() const {
-    return std::clamp<int64_t>(kOwnCache / (4 * block_size()), 1, blocks());
+    return std::clamp<int64_t>(kOwnCache / (4 * block_size()), 1, up(blocks(), team()));
   }
   void only_step(const Blocks& rows, Range of_rows, Range blocks, float* few) const {
     for (int64_t begin = blocks.begin; begin < blocks.end; begin += few_blocks()) {
@@ -369,12 +370,15 @@ struct Forward {
   }
   int64_t scratch_size() const {
     if (how == Split::kInPlace) return sums_size();
-    return at_once() ? threads * few_blocks() * block_size() : packed_size();
+    return at_once() ? team() * few_blocks() * block_size() : packed_size();
   }
 
-  template <int rows>
+  // Weights that are read where they are: a few of their rows at a time, from one end to the other,
+  // so that the sums of all units are kept in memory meanwhile, [blocks][sums][kRows][lanes]. Where
+  // a unit's sums are does not depend on the rows of a block: threads may be at different ones.
+  int64_t sums_size() const { return blocks() * kSums * kRows * kLanes; }
   float* kept_sums(int64_t block, int g) const {
-    return a.packed + (block * kSums + g) * rows * kLanes;
+    return a.packed + (block * kSums + g) * kRows * kLanes;
   }
 
   template <int rows, bool input>
@@ -403,7 +407,7 @@ struct Forward {
 #pragma GCC unroll 12
     for (int m = 0; m < rows; ++m)
 #pragma GCC unroll 4
-      for (int j = 0; j < wide; ++j) sum[m][j] = load(kept_sums<rows>(block + j, slot) + m * kLanes);
+      for (int j = 0; j < wide; ++j) sum[m][j] = load(kept_sums(block + j, slot) + m * kLanes);
     for (int64_t k = some.begin; k < some.end; ++k) {
       Vector w[wide];
 #pragma GCC unroll 4
@@ -419,7 +423,7 @@ struct Forward {
 #pragma GCC unroll 12
     for (int m = 0; m < rows; ++m)
 #pragma GCC unroll 4
-      for (int j = 0; j < wide; ++j) store(kept_sums<rows>(block + j, slot) + m * kLanes, sum[m][j]);
+      for (int j = 0; j < wide; ++j) store(kept_sums(block + j, slot) + m * kLanes, sum[m][j]);
   }
 
   template <int rows>
@@ -430,7 +434,7 @@ struct Forward {
       Sums<rows> sums;
       start<rows>(a.time(step), b, block, sums);
       for (int g = 0; g < kSums; ++g)
-        for (int m = 0; m < rows; ++m) store(kept_sums<rows>(block, g) + m * kLanes, sums[m][g]);
+        for (int m = 0; m < rows; ++m) store(kept_sums(block, g) + m * kLanes, sums[m][g]);
     }
     if (any_valid(row, rows)) {
       multiply_in_place<rows, true>(a.xs + row * a.inputs, a.inputs, a.kernels, blocks);
@@ -439,7 +443,7 @@ struct Forward {
     for (int64_t block = blocks.begin; block < blocks.end; ++block) {
       Sums<rows> sums;
       for (int g = 0; g < kSums; ++g)
-        for (int m = 0; m < rows; ++m) sums[m][g] = load(kept_sums<rows>(block, g) + m * kLanes);
+        for (int m = 0; m < rows; ++m) sums[m][g] = load(kept_sums(block, g) + m * kLanes);
       finish<rows>(step, h_tm1, c_tm1, c_t, b, block, sums);
     }
   }
@@ -463,7 +467,7 @@ struct Forward {
       }
   }
 
-  // A step of some blocks of units, whose packed weights are at `weights`.
+  // A step of some blocks of units. Their packed weights are at `weights`; null: they stay in place.
   void step(int64_t step, const Blocks& rows, Range of_rows, Range blocks,
             const float* weights) const {
     const int64_t t = a.time(step), before = a.time(step - 1);
@@ -504,8 +508,7 @@ struct Forward {
       pack(mine, packed(mine.begin));
     };
     if (at_once()) {
-      const int team = how == Split::kAlone ? 1 : threads;
-      in_team(frame, team, 1, work_of_step(a, G), [&](int64_t, int rank, int size) {
+      in_team(frame, team(), 1, work_of_step(a, G), [&](int64_t, int rank, int size) {
         float* few = a.packed + rank * few_blocks() * block_size();
         only_step(rows, all_rows, part(blocks(), rank, size), few);
       });
@@ -570,7 +573,8 @@ struct Backward {
   bool at_once() const { return a.steps == 1 && (how == Split::kAlone || how == Split::kUnits); }
   int64_t scratch_size() const {
     if (how == Split::kInPlace) return 0;
-    return at_once() ? threads * weights.size_of_panel() : weights.size();
+    const int team = how == Split::kAlone ? 1 : threads;
+    return at_once() ? team * weights.size_of_panel() : weights.size();
   }
 
   // The cotangents of the pre-activations; d_h becomes what reaches h_tm1 through no product.
@@ -660,7 +664,8 @@ struct Backward {
     }
   }
 
-  // `few` has the place of a panel where all of them are packed at once, else it is null.
+  // `few`: room for one panel, where each is packed just before it is multiplied; null where all of
+  // them have been packed.
   void product(int64_t step, const Blocks& rows, Range of_rows, Range panels,
                float* few = nullptr) const {
     const Range all = rows.range(of_rows);
@@ -762,7 +767,7 @@ struct InputCotangents {
   static constexpr int G = Cell::slots;
   static constexpr int kRows = Transposed<G>::kRows;
   static constexpr int64_t kChunk = 16 * kRows;   // rows of d_z that a panel of weights meets
-  static constexpr int64_t kWeights = 1024;       // of each input, that stay in a core's cache
+  static constexpr int64_t kWeights = 1024;       // of one input: so many stay in a core's cache
   const Arrays& a;
   const Transposed<G> weights;
 

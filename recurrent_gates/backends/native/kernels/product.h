@@ -16,7 +16,7 @@ struct Ahead {
   int64_t step = 0;
   void skip(int64_t count) { from += count * step; }
 };
-constexpr int kLeastOfBlock = 3;  // rows where there are several blocks
+constexpr int kLeastOfBlock = 3;  // rows; smaller blocks do not ask, and are rarely one of several
 
 // sums += x W: x has `rows` rows of `count` numbers, `stride` apart; W is packed
 // [wide / group][count][group * lanes]. What is summed is in an array that nothing else can point
@@ -32,7 +32,8 @@ inline void multiply(const float* x, int64_t stride, int64_t count, const float*
   static_assert(rows * wide + wide + 1 <= kRegisters && wide % group == 0);
   constexpr bool few = rows <= 4 && rows * wide < kAccumulators;
   constexpr int kAhead = 16;
-  constexpr int kLine = 16, kLines = (wide * kLanes + kLine) / (2 * kLine);  // numbers; of a step
+  // A line is 16 numbers. Half the lines of a step's weights: a block has half of all rows or less.
+  constexpr int kLine = 16, kLines = (wide * kLanes + kLine) / (2 * kLine);
   const int64_t apart = count * group * kLanes;
   Vector own[rows][wide];
 #pragma GCC unroll 12

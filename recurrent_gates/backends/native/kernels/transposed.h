@@ -41,8 +41,8 @@ inline void transpose(Vector (&square)[kLanes]) {
 }
 
 // The transposed weights of all slots, [width, F] each. Their rows are packed in panels of about
-// one width, `most` or less, as many for each thread: [panels][slots][F][width * lanes], zeros past
-// the last.
+// one width, `most` or less, as many for each thread where they suffice:
+// [panels][slots][F][width * lanes], zeros past the last.
 template <int G>
 struct Transposed {
   static constexpr int kRows = kAccumulators / kPanel;  // of d in a block

@@ -23,8 +23,8 @@ constexpr int kLanes = 4, kRegisters = 16;
 // Sums of a block that stay in registers beside the weights and a number of x: with as many as 3 by
 // 4 of 16, some are written to memory at every step, which then takes twice as long as 6 by 2 does.
 constexpr int kAccumulators = kRegisters / 4 * 3;
-// Vectors of a row in a block of the backward products, and of so few rows that fewer sums would
-// wait for each other.
+// Vectors of a row in a block of the backward products: kPanel, or with kFewOfBlock rows or fewer
+// kPanelOfFew, since each of fewer sums would wait for its own last addition.
 constexpr int kPanel = kRegisters / 8, kFewOfBlock = 2, kPanelOfFew = 4;
 
 typedef float Vector __attribute__((vector_size(4 * kLanes), aligned(4)));

@@ -41,9 +41,10 @@ struct Gradients {
               int(own.end - own.begin)};
     return c;
   }
+  int64_t own_width() const { return a.hs_read == nullptr ? 0 : a.features; }  // of h_tm1
   int64_t blocks(int64_t width) const { return up(width, kRows); }
   int64_t packed_size() const {  // of a thread
-    return kChunk * ((blocks(a.inputs) + blocks(a.features)) * kRows + kPanel * kLanes);
+    return kChunk * ((blocks(a.inputs) + blocks(own_width())) * kRows + kPanel * kLanes);
   }
 
   const float* h_tm1(int64_t row) const {
@@ -143,7 +144,7 @@ struct Gradients {
   void run_columns(Range mine, float* packed) const {
     const int64_t all = a.steps * a.batch;
     float* hs = packed + kChunk * blocks(a.inputs) * kRows;
-    float* d = hs + kChunk * blocks(a.features) * kRows;
+    float* d = hs + kChunk * blocks(own_width()) * kRows;
     for (int64_t begin = 0; begin < all; begin += kChunk) {
       const Range rows{begin, std::min(all, begin + kChunk)};
       pack(packed, a.inputs, rows, [this](int64_t n) { return a.xs + n * a.inputs; });
@@ -159,7 +160,7 @@ struct Gradients {
   }
 
   void run(const XLA_FFI_CallFrame* frame, int threads) const {
-    const int64_t weights = G * a.features * (a.features + a.inputs);
+    const int64_t weights = G * a.features * (a.inputs + own_width());
     const bool alone = a.steps * a.batch * weights < kLeastOfCall && weights < kLeastOfWeights;
     const int most = alone ? 1 : int(std::min<int64_t>(threads, columns()));
     const Scratch scratch(most * packed_size());

@@ -275,6 +275,12 @@ class Gate:
             i = refine(i, sigmoid(pre["ri"]))
         return f, i
 
+    @property
+    def has_own_equations(self) -> bool:
+        """Whether this is of a subclass that changes more than where biases start."""
+        names = ("slots", "_signs", "tie", "offsets", "activate", "_widen", "__call__")
+        return any(getattr(type(self), name) is not getattr(Gate, name) for name in names)
+
     def _widen(self, x: jax.Array) -> jax.Array:
         """[..., F/C] -> [..., F]: unit j reads master j // C."""
         if self.downsize == 1:

@@ -193,7 +193,7 @@ class MinLSTM(_InputGated):
     def _log_of_ratio(self, pre: Slots) -> jax.Array:
         """log(f / i): f / (f + i) is its sigmoid, also where both are too small to be added."""
         gate = self.gate
-        more = gate.master or gate.refine or gate.refine_input or type(gate) is not Gate
+        more = gate.master or gate.refine or gate.refine_input or gate.has_own_equations
         if gate.activation == "sigmoid" and not more:  # the paper's form in log-space, B.2
             return jax.nn.log_sigmoid(pre["f"]) - jax.nn.log_sigmoid(pre["i"])
         f, i = gate.activate(pre)  # 3.2.1

@@ -439,12 +439,27 @@ def loop(cell, fns=(), *, dtype=jnp.float32, stream=None, copies=None):
     return Loop(Settings(cell, batch_dims=1), params, xs, start, start, fns, stream)
 
 
+class OpenGate(rg.Gate):
+    """Starts elsewhere than a plain gate."""
+
+    def init(self, key, features, dtype=jnp.float32):
+        return {"b": jnp.full((features,), 6.0, dtype)}
+
+
+class DoubledGate(rg.Gate):
+    """Computes something else than a plain gate."""
+
+    def activate(self, pre):
+        return super().activate({name: 2 * value for name, value in pre.items()})
+
+
 gato1 = functools.partial(rg.GATO, 8, g=rg.OneLayer())
 MASK = jax.ShapeDtypeStruct((5, 2), bool)
 REFUSED = {
     "another_cell": (loop(rg.Elman(4)), "no kernels for Elman"),
     "ordered_gates": (loop(rg.CELLS["om_lstm"](4)), "no kernels for LSTM"),
     "tied_without_refining": (loop(rg.LSTM(4, gate=rg.Gate(tied=True))), "no kernels for LSTM"),
+    "a_gate_of_ones_own": (loop(rg.LSTM(4, gate=DoubledGate())), "no kernels for LSTM"),
     "reset_before": (loop(rg.GRU(4, reset="before")), "no kernels for GRU"),
     "heads": (loop(rg.LSTM(4, heads=2)), "no kernels for LSTM"),
     "two_layers": (loop(rg.GATO(4)), "no kernels for GATO"),
@@ -476,6 +491,14 @@ REFUSED = {
 def test_what_is_not_served(name):
     asked, reason = REFUSED[name]
     assert reason in native.unsupported(asked)
+
+
+def test_a_gate_may_start_elsewhere():
+    cell = rg.LSTM(33, gate=OpenGate(bias="uniform"))
+    params, xs = cell.init_params(jax.random.key(0), 3), array(1, 4, 7, 3).astype(jnp.float32)
+    carry = cell.initial((7,))
+    actual, expected = (everything(cell, name)(params, xs, carry) for name in ("native", "scan"))
+    assert_close(actual, expected, TOLERANCE)
 
 
 def test_auto_takes_kernels():

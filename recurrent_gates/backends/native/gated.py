@@ -34,7 +34,6 @@ from recurrent_gates.backends.shared.rows import flat, projected
 from recurrent_gates.base import Cell, HiddenState, SlotCell
 from recurrent_gates.cells import GRU, JANET, LSTM, LSTMState
 from recurrent_gates.declared import Carry, Weights
-from recurrent_gates.gates import Gate
 from recurrent_gates.scan import Loop, Segment, with_zeros
 
 # A kernel projects up to so many inputs, those of so many rows, and those of a step or two: else it
@@ -68,8 +67,9 @@ def kernels(cell: Cell) -> Kernels | None:
         return None
     assert isinstance(cell, (LSTM, GRU))
     gate = cell.gate if isinstance(cell, LSTM) else cell.gate.tie()
-    plain = cell.heads == 1 and cell.activation is jnp.tanh and type(gate) is Gate
-    if not plain or gate.activation != "sigmoid" or gate.master or gate.refine_input:
+    if cell.heads > 1 or cell.activation is not jnp.tanh or gate.has_own_equations:
+        return None
+    if gate.activation != "sigmoid" or gate.master or gate.refine_input:
         return None
     refined = ("r",) if gate.refine else ()
     suffix = "_refined" if refined else ""

@@ -41,7 +41,6 @@ from recurrent_gates.base import Cell
 from recurrent_gates.carry import CarryFn, get_field, set_field
 from recurrent_gates.cells import GRU, JANET, LSTM
 from recurrent_gates.declared import Carry, Slots, inputs_dtype, recurrent_weights
-from recurrent_gates.gates import Gate
 from recurrent_gates.gato import GATO, GatedDecay
 from recurrent_gates.scan import Loop, Segment, with_zeros
 from recurrent_gates.slstm import SLSTM
@@ -96,7 +95,7 @@ def _by_head(cell: Cell, heads: int, carry_fns: tuple[CarryFn, ...]) -> bool:
     if not isinstance(cell, LSTM | GRU) or type(cell) not in (LSTM, GRU, JANET):
         return False
     gate = cell.gate
-    if type(gate) is not Gate or gate.activation != "sigmoid":
+    if gate.has_own_equations or gate.activation != "sigmoid":
         return False
     if gate.bias == "uniform" and cell.features // heads < 3:  # is no cell
         return False

@@ -141,7 +141,6 @@ struct Gru {
 enum class Split { kAlone, kRows, kUnits, kInPlace };
 
 constexpr int64_t kOwnCache = 3 << 18;     // bytes of a core's own cache, for weights
-constexpr int64_t kSharedCache = 1 << 24;  // bytes of weights that a shared one may hold
 constexpr int64_t kLeastOfStep = 60000;    // multiply-adds, from which a barrier is little
 constexpr int kPartsOfThread = 4;          // of what is shared: one thread may come late
 constexpr int64_t kFewRows = 6;            // of all steps, for which weights are not packed,
@@ -152,16 +151,19 @@ int64_t weights_of(const Arrays& a, int slots) {
 }
 int64_t work_of_step(const Arrays& a, int slots) { return a.batch * weights_of(a, slots); }
 
-// Rows of a thread, from which reading all weights from the cache that cores share is little. Where
-// each has 2 MB of its own, as in Intel's servers, the shared one is slow.
-int64_t rows_for_all() {
+// Whether the cache that cores share is slow: where each has 2 MB of its own, as in Intel's servers.
+bool shared_is_slow() {
 #if defined(_SC_LEVEL2_CACHE_SIZE)
-  static const int64_t own = sysconf(_SC_LEVEL2_CACHE_SIZE);
-  return own >= 1 << 21 ? 256 : 48;
+  static const bool slow = sysconf(_SC_LEVEL2_CACHE_SIZE) >= 1 << 21;
+  return slow;
 #else
-  return 48;
+  return false;
 #endif
 }
+// Rows of a thread, from which reading all weights from the shared cache is little.
+int64_t rows_for_all() { return shared_is_slow() ? 256 : 48; }
+// Bytes of weights, from which the next ones are asked for.
+int64_t least_to_ask_for() { return shared_is_slow() ? 1 << 22 : 1 << 24; }
 
 // How threads share a loop: units with weights that stay in place, where all steps have `few` rows
 // or less; rows where all weights fit each one's cache, or where each has many rows; else units,
@@ -214,7 +216,7 @@ struct Blocks {
 Ahead share(const float* next, int64_t size, int64_t whole, int64_t b, int rows, Range all,
             int64_t turns) {
   const int64_t count = all.end - all.begin;
-  if (rows == count || 4 * whole <= kSharedCache) return {};
+  if (rows == count || 4 * whole <= least_to_ask_for()) return {};
   return {next + size * (b - all.begin) / count, up(size * rows, count * turns)};
 }
 

@@ -171,6 +171,18 @@ def test_many_calls_at_once_end():
             assert_close(out, alone, 1e-7)
 
 
+def test_helpers_may_still_use_every_core():
+    """One that was put on the core of the thread that it helps leaves it, for that call alone."""
+    cell, values = arrays(CELLS["lstm"], "units")
+    run = everything(cell, "native")
+    for _ in range(100):
+        jax.block_until_ready(run(*values))
+    threads = map(int, os.listdir("/proc/self/task"))
+    assert {frozenset(os.sched_getaffinity(thread)) for thread in threads} == {
+        frozenset(os.sched_getaffinity(0))
+    }
+
+
 @pytest.mark.parametrize("name", ["ur_gru", "gru", "r_janet"])
 def test_threads_at_different_rows_do_not_meet(name):
     """Five rows are blocks of two and three where four would fit; a thread may be one ahead."""

@@ -11,6 +11,10 @@
 #include <thread>
 #include <utility>
 
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
 #include "xla/ffi/api/c_api.h"
 
 namespace {
@@ -31,6 +35,30 @@ inline void pause() {
 #endif
 }
 
+// The core that a thread is on, or -1 where that is not known.
+inline int core() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
+// Moves this thread to another core if it is on this one. A virtual machine's host takes idle cores
+// away, and Linux then has a thread begin on the core of the one that woke it, which does not wait.
+inline void leave(int busy) {
+#if defined(__linux__)
+  if (busy < 0 || core() != busy) return;
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
+  cpu_set_t others = allowed;
+  CPU_CLR(busy, &others);
+  if (CPU_COUNT(&others) == 0) return;
+  if (sched_setaffinity(0, sizeof(others), &others) == 0)
+    sched_setaffinity(0, sizeof(allowed), &allowed);  // it stays where it is now
+#endif
+}
+
 // What runs on XLA's threads. A task that starts late finds the job alive, and nothing left to do.
 //
 // A thread that has helped stays awake for a little while: to wake one takes as long as a short
@@ -39,6 +67,8 @@ inline void pause() {
 // others have tasks for it too.
 class Job {
  public:
+  const int leader = core();
+
   virtual ~Job() = default;
   virtual void help() = 0;
 
@@ -71,11 +101,12 @@ class Job {
   using Handed = std::shared_ptr<Job>;
   using Seat = std::atomic<Handed*>;  // null: free; waiting(): a thread is there; else its job
   static constexpr int kSeats = 64, kMostJobs = 256;
-  static constexpr std::chrono::microseconds kAwake{100};
+  static constexpr std::chrono::microseconds kAwake{200};
 
   static void task(void* data) {
     auto* handed = static_cast<Handed*>(data);
     for (int jobs = 0; handed != nullptr; ++jobs) {
+      if (!scheduling()) leave((*handed)->leader);
       (*handed)->help();
       delete handed;
       handed = scheduling() || jobs == kMostJobs ? nullptr : next();

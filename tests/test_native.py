@@ -9,6 +9,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 
 import jax
 import jax.export
@@ -172,15 +173,20 @@ def test_many_calls_at_once_end():
 
 
 def test_helpers_may_still_use_every_core():
-    """One that was put on the core of the thread that it helps leaves it, for that call alone."""
+    """One that was put on the core of the thread that it helps leaves it, for that moment alone."""
     cell, values = arrays(CELLS["lstm"], "units")
     run = everything(cell, "native")
     for _ in range(100):
         jax.block_until_ready(run(*values))
-    threads = map(int, os.listdir("/proc/self/task"))
-    assert {frozenset(os.sched_getaffinity(thread)) for thread in threads} == {
-        frozenset(os.sched_getaffinity(0))
-    }
+
+    def allowed():
+        threads = map(int, os.listdir("/proc/self/task"))
+        return {frozenset(os.sched_getaffinity(thread)) for thread in threads}
+
+    end = time.monotonic() + 60  # a helper that is on its way needs a core to go on
+    while len(allowed()) > 1 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert allowed() == {frozenset(os.sched_getaffinity(0))}
 
 
 @pytest.mark.parametrize("name", ["ur_gru", "gru", "r_janet"])

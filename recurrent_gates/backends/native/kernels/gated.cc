@@ -151,7 +151,8 @@ int64_t weights_of(const Arrays& a, int slots) {
 }
 int64_t work_of_step(const Arrays& a, int slots) { return a.batch * weights_of(a, slots); }
 
-// Whether the cache that cores share is slow: where each has 2 MB of its own, as in Intel's servers.
+// Whether the cache that cores share is slow: where each has 2 MB of its own, as in Intel's
+// servers.
 bool shared_is_slow() {
 #if defined(_SC_LEVEL2_CACHE_SIZE)
   static const bool slow = sysconf(_SC_LEVEL2_CACHE_SIZE) >= 1 << 21;
@@ -181,6 +182,14 @@ Split split(const Arrays& a, int slots, int threads, int64_t few) {
   if (long_enough && a.features >= kLanes * threads) return Split::kUnits;
   return enough ? Split::kRows : Split::kAlone;
 }
+
+// Whether weights are packed a few at a time, each few just before they are multiplied, while a
+// core's own cache has them: those of a single step are not read again.
+bool at_once(const Arrays& a, Split how) {
+  return a.steps == 1 && (how == Split::kAlone || how == Split::kUnits);
+}
+// How many threads need a place for them.
+int team(Split how, int threads) { return how == Split::kAlone ? 1 : threads; }
 
 // What threads share of products whose weights stay in place. Memory is what they wait for, so that
 // the number of weights decides whether they are shared, however few the rows.
@@ -341,7 +350,7 @@ struct Forward {
     start<rows>(a.time(step), b, block, sums);
     if (any_valid(row, rows)) {
       const int64_t turns = (a.inputs + a.features) * (G / kWide<rows>);
-      const int64_t whole = a.steps == 1 ? 0 : packed_size();
+      const int64_t whole = at_once(a, how) ? 0 : packed_size();
       Ahead ahead = share(weights + block_size(), block_size(), whole, b, rows, all, turns);
       multiply<rows, true>(a.xs + row * a.inputs, a.inputs, weights, sums, ahead);
       multiply<rows, false>(h_tm1 + b * a.features, a.features,
@@ -356,12 +365,9 @@ struct Forward {
     return false;
   }
 
-  // The weights of a single step are packed a few blocks at a time, and multiplied while a core's
-  // own cache has them.
-  bool at_once() const { return a.steps == 1 && (how == Split::kAlone || how == Split::kUnits); }
-  int team() const { return how == Split::kAlone ? 1 : threads; }
+  // Blocks whose weights are packed at once.
   int64_t few_blocks() const {
-    return std::clamp<int64_t>(kOwnCache / (4 * block_size()), 1, up(blocks(), team()));
+    return std::clamp<int64_t>(kOwnCache / (4 * block_size()), 1, up(blocks(), team(how, threads)));
   }
   void only_step(const Blocks& rows, Range of_rows, Range blocks, float* few) const {
     for (int64_t begin = blocks.begin; begin < blocks.end; begin += few_blocks()) {
@@ -372,7 +378,8 @@ struct Forward {
   }
   int64_t scratch_size() const {
     if (how == Split::kInPlace) return sums_size();
-    return at_once() ? team() * few_blocks() * block_size() : packed_size();
+    if (!at_once(a, how)) return packed_size();
+    return team(how, threads) * few_blocks() * block_size();
   }
 
   // Weights that are read where they are: a few of their rows at a time, from one end to the other,
@@ -469,7 +476,8 @@ struct Forward {
       }
   }
 
-  // A step of some blocks of units. Their packed weights are at `weights`; null: they stay in place.
+  // A step of some blocks of units. Their packed weights are at `weights`; null: they stay in
+  // place.
   void step(int64_t step, const Blocks& rows, Range of_rows, Range blocks,
             const float* weights) const {
     const int64_t t = a.time(step), before = a.time(step - 1);
@@ -509,8 +517,8 @@ struct Forward {
       const Range mine = part(blocks(), n, parts);
       pack(mine, packed(mine.begin));
     };
-    if (at_once()) {
-      in_team(frame, team(), 1, work_of_step(a, G), [&](int64_t, int rank, int size) {
+    if (at_once(a, how)) {
+      in_team(frame, team(how, threads), 1, work_of_step(a, G), [&](int64_t, int rank, int size) {
         float* few = a.packed + rank * few_blocks() * block_size();
         only_step(rows, all_rows, part(blocks(), rank, size), few);
       });
@@ -550,33 +558,27 @@ struct Backward {
   static constexpr int G = Cell::slots;
   static constexpr int kRows = Transposed<G>::kRows;
   const Arrays& a;
-  const Transposed<G> weights;
-  Slot d_products[G];  // the cotangents of what the weights make of h_tm1
-
   const int threads;
   const Split how;
+  Transposed<G> weights;
+  Slot d_products[G];  // the cotangents of what the weights make of h_tm1
 
   Backward(const Arrays& a, int threads)
-      : Backward(a, threads, split(a, G, threads, kFewRowsBack)) {}
-  Backward(const Arrays& a, int threads, Split how)
       : a(a),
+        threads(threads),
+        how(split(a, G, threads, kFewRowsBack)),
         weights{a.weights,
                 a.features,
                 a.features,
                 how == Split::kUnits || how == Split::kInPlace ? threads : 1,
-                a.packed,
-                a.batch <= kFewOfBlock ? kPanelOfFew : kPanel},
-        threads(threads),
-        how(how) {
+                nullptr,
+                a.batch <= kFewOfBlock ? kPanelOfFew : kPanel} {
     std::copy_n(a.d_z, G, d_products);
     if (Cell::apart) d_products[G - 1] = a.d_own;
   }
-  // The weights of a single step are packed a panel at a time, as on the way forward.
-  bool at_once() const { return a.steps == 1 && (how == Split::kAlone || how == Split::kUnits); }
   int64_t scratch_size() const {
     if (how == Split::kInPlace) return 0;
-    const int team = how == Split::kAlone ? 1 : threads;
-    return at_once() ? team * weights.size_of_panel() : weights.size();
+    return at_once(a, how) ? team(how, threads) * weights.size_of_panel() : weights.size();
   }
 
   // The cotangents of the pre-activations; d_h becomes what reaches h_tm1 through no product.
@@ -633,7 +635,7 @@ struct Backward {
       for (int j = 0; j < wide; ++j) sum[m][j] = zero();
     weights.template multiply<rows, wide>(
         d_products, a.row(t, b), {0, G}, from, sum,
-        share(from + size, size, at_once() ? 0 : weights.size(), b, rows, all, G * F));
+        share(from + size, size, at_once(a, how) ? 0 : weights.size(), b, rows, all, G * F));
     for (int m = 0; m < rows; ++m)
       for (int j = 0; j < wide; ++j) {
         const int n = std::min<int64_t>(kLanes, F - at - j * kLanes);
@@ -727,7 +729,7 @@ struct Backward {
     const auto units_alone = [&](int64_t turn, int rank, int size) {
       const Range mine = part(weights.panels(), rank, size);
       const int64_t s = a.steps - 1 - turn;
-      float* few = at_once() ? a.packed + rank * weights.size_of_panel() : nullptr;
+      float* few = at_once(a, how) ? weights.packed + rank * weights.size_of_panel() : nullptr;
       if (turn > 0) product(s + 1, rows, all_rows, mine, few);
       if (s < 0) return;
       const int64_t end = weights.of_panel(mine.end).begin;
@@ -735,7 +737,7 @@ struct Backward {
     };
     switch (how) {
       case Split::kAlone:
-        if (at_once()) {
+        if (at_once(a, how)) {
           for (int64_t turn = 0; turn < 2; ++turn) units_alone(turn, 0, 1);
           break;
         }
@@ -748,7 +750,7 @@ struct Backward {
                  [&](int n, int parts) { rows_alone(part(rows.count, n, parts)); });
         break;
       case Split::kUnits:
-        if (!at_once()) in_parts(frame, threads, threads, pack_part);
+        if (!at_once(a, how)) in_parts(frame, threads, threads, pack_part);
         in_team(frame, threads, a.steps + 1, work_of_step(a, G), units_alone);
         break;
       case Split::kInPlace:
@@ -934,10 +936,10 @@ void backward(const XLA_FFI_CallFrame* frame) {
     if (Cell::has_c) a.d_c_reset = read.out();
     a.d_h_reset = read.out();
   }
-  const int threads = threads_of(frame, read);
-  const Scratch scratch(Backward<Cell>(a, threads).scratch_size());
-  a.packed = scratch.data();
-  Backward<Cell>(a, threads).run(frame);
+  Backward<Cell> loop(a, threads_of(frame, read));
+  const Scratch scratch(loop.scratch_size());
+  loop.weights.packed = scratch.data();
+  loop.run(frame);
 }
 
 template <typename Cell>

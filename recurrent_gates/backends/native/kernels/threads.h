@@ -35,8 +35,8 @@ inline void pause() {
 #endif
 }
 
-// The core that a thread is on, or -1 where that is not known.
-inline int core() {
+// The core that this thread is on, or -1 where that is not known.
+inline int current_core() {
 #if defined(__linux__)
   return sched_getcpu();
 #else
@@ -44,11 +44,11 @@ inline int core() {
 #endif
 }
 
-// Moves this thread to another core if it is on this one. A virtual machine's host takes idle cores
-// away, and Linux then has a thread begin on the core of the one that woke it, which does not wait.
+// Moves this thread to another core if it is on this one. Where a virtual machine's host has taken
+// idle cores away, Linux wakes a thread on the core of the one that wakes it, which works on.
 inline void leave(int busy) {
 #if defined(__linux__)
-  if (busy < 0 || core() != busy) return;
+  if (busy < 0 || current_core() != busy) return;
   cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
   cpu_set_t others = allowed;
@@ -67,7 +67,7 @@ inline void leave(int busy) {
 // others have tasks for it too.
 class Job {
  public:
-  const int leader = core();
+  const int core_of_leader = current_core();
 
   virtual ~Job() = default;
   virtual void help() = 0;
@@ -106,7 +106,7 @@ class Job {
   static void task(void* data) {
     auto* handed = static_cast<Handed*>(data);
     for (int jobs = 0; handed != nullptr; ++jobs) {
-      if (!scheduling()) leave((*handed)->leader);
+      if (!scheduling()) leave((*handed)->core_of_leader);
       (*handed)->help();
       delete handed;
       handed = scheduling() || jobs == kMostJobs ? nullptr : next();

@@ -1,12 +1,11 @@
 """Kernels for the CPU against the scan in float64, in every form that they have.
 
-They need a C++ compiler. What happens without one is tested, too.
+They need a C++ compiler; test_native_library.py has what happens without one.
 """
 
 import functools
 import itertools
 import os
-import pathlib
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import recurrent_gates as rg
 from recurrent_gates import target
 from recurrent_gates.backends import native
-from recurrent_gates.backends.native import backend, gato, library
+from recurrent_gates.backends.native import backend, gato
 from recurrent_gates.scan import Loop, Settings, Stream
 from tests.support import array, assert_close, assert_identical, randomize
 
@@ -445,7 +444,7 @@ def test_each_map_of_a_gato_may_have_a_second_bias(maps):
     assert_close(actual, expected, TOLERANCE)
 
 
-# What is served, and the library.
+# What is served.
 
 
 def loop(cell, fns=(), *, dtype=jnp.float32, stream=None, copies=None):
@@ -536,76 +535,3 @@ def test_long_sequences_are_taken_in_chunks():
             carry=jax.eval_shape(lambda: cell.initial((100,))),
         )
         assert native.chunk(asked) == expected
-
-
-@pytest.fixture
-def fresh(monkeypatch, tmp_path):
-    """The library's functions without what they have built before."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    return library.missing.__wrapped__
-
-
-def test_a_machine_without_a_compiler_is_told_so(fresh, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert fresh("lstm") == (
-        "kernels are compiled on this machine, and there is no C++ compiler (no-such-compiler)."
-    )
-
-
-def test_kernels_can_be_turned_off(fresh, monkeypatch):
-    monkeypatch.setenv("RECURRENT_GATES_NATIVE", "0")
-    assert fresh("lstm") == "RECURRENT_GATES_NATIVE=0 turns kernels off."
-
-
-def test_a_compiler_that_fails_is_quoted(fresh, monkeypatch, tmp_path):
-    compiler = tmp_path / "c++"
-    compiler.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "x.cc:1: error: no" >&2\nexit 1\n'
-    )
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    assert "does not compile the kernels: x.cc:1: error: no." in fresh("lstm")
-    assert not list((tmp_path / "recurrent_gates").iterdir())
-
-
-@pytest.mark.usefixtures("fresh")
-def test_a_damaged_library_is_compiled_anew():
-    path = library._built("janet")
-    whole = path.stat().st_size
-    path.write_bytes(b"half of it")
-    assert hasattr(library._loaded("janet"), "rg_forward")
-    assert path.stat().st_size == whole
-
-
-def test_a_machine_without_a_home_is_told_so(fresh, monkeypatch):
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(
-        pathlib.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home"))
-    )
-    assert fresh("lstm") == ("there is no home directory, and XDG_CACHE_HOME is not set.")
-
-
-def test_a_directory_that_cannot_be_written_is_named(fresh, monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert f"kernels cannot be written to {tmp_path / 'file'}/recurrent_gates" in fresh("lstm")
-
-
-def test_a_library_is_kept_by_what_it_depends_on(fresh, monkeypatch, tmp_path):
-    """Compiled once; another processor, which may share the directory, has one of its own."""
-    compiled = []
-
-    def output(command):
-        if "-o" in command:
-            compiled.append(command)
-            pathlib.Path(command[-1]).write_bytes(b"a library")
-        return "a version"
-
-    monkeypatch.setattr(library, "_output", output)
-    first = library._built("lstm")
-    assert library._built("lstm") == first
-    assert len(compiled) == 1
-    monkeypatch.setattr(library, "_processor", lambda: "another")
-    assert library._built("lstm") != first
-    assert len(list((tmp_path / "recurrent_gates").iterdir())) == len(compiled) == 2

@@ -54,21 +54,23 @@ def count(contender: Contender, size: Size, bytes_per_number: int = 4) -> dict[s
 
 
 def _width(params: Any, role: str) -> int:
-    return sum(leaf.shape[-1] for leaf in params[role].values())
+    return sum(leaf.shape[-1] for leaf in params.get(role, {}).values())
 
 
 def _dense(params: Any, size: Size, state: int, detach: float) -> tuple[float, float]:
     """Of a step and example: operations, and numbers moved."""
-    from_input = 2 * size.inputs * _width(params, "kernel")
+    # An LRU's outputs are products of their own, which no step waits for either.
+    outside = [params.get(role, ()) for role in ("kernel", "out_kernel", "skip")]
+    from_input = 2 * sum(leaf.size for leaf in jax.tree.leaves(outside))
     recurrent = 2 * size.features * _width(params, "recurrent_kernel")
     # Each product has three forms: forward, the cotangent of its input, that of its weights. A
     # detached step has no cotangent of its state.
     operations = 3 * from_input + (3 - detach) * recurrent
-    kept = _width(params, "recurrent_kernel") + state  # pre-activations and carries
+    kept = _width(params, "kernel") + state  # pre-activations and carries
     numbers = (
         (size.inputs + kept)  # forward: x is read, what is kept is written (the outputs are in it)
         + (kept + size.features)  # backward loop: it is read with the cotangent of the outputs
-        + 2 * _width(params, "recurrent_kernel")  # cotangents of pre-activations, there and back
+        + 2 * _width(params, "kernel")  # cotangents of pre-activations, there and back
         + (size.features + 2 * size.inputs)  # weights' gradients read h and x; x's is written
     )
     return operations, numbers

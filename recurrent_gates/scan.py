@@ -28,7 +28,7 @@ from recurrent_gates import checks, target
 from recurrent_gates.base import Cell
 from recurrent_gates.carry import CarryFn, Noise, apply_after, apply_before, draw_noise
 from recurrent_gates.declared import Carry, Params
-from recurrent_gates.shapes import expand, is_symbolic, leading_axes
+from recurrent_gates.shapes import all_varying, expand, is_symbolic, leading_axes
 
 _LOGGER = logging.getLogger("recurrent_gates")
 
@@ -327,7 +327,7 @@ def unroll(
     keep = return_carries == "all"
     settings = Settings(cell, len(shape) - 1, reverse, unroll, keep, by_lengths=by_lengths)
     stream = Stream(valid, resets, noise)
-    loop = Loop(settings, params, xs, carry, reset_carry, carry_fns, stream)
+    loop = all_varying(Loop(settings, params, xs, carry, reset_carry, carry_fns, stream))
     out = _run(loop, _backend(backend), remat, empty=0 in shape)
     return (out.carries if keep else out.carry), out.ys
 

@@ -22,6 +22,24 @@ def is_symbolic(tree: Any) -> bool:
     )
 
 
+def all_varying(tree: Any) -> Any:
+    """In a ``jax.shard_map`` every array varies between devices as soon as one of a tree does.
+
+    A loop's carry must not begin as a constant and go on as what each device has of its own. The
+    gradients of parameters, which all devices share, are then summed once and not at each step.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return tree
+    axes = {id(leaf): jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(tree)}
+    every = frozenset().union(*axes.values())
+
+    def vary(leaf: Any) -> Any:
+        missing = tuple(every - axes[id(leaf)])
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(vary, tree)
+
+
 def lead(vector: jax.Array, like: jax.Array) -> jax.Array:
     """Adds leading axes to per-feature values until they have the rank of ``like``."""
     return vector.reshape((1,) * (like.ndim - vector.ndim) + vector.shape)

@@ -424,3 +424,36 @@ def test_another_length_or_mask_compiles_nothing_else(small):
         run(randomize(parameters(cell, INPUTS), seed), array(seed, STEPS, BATCH, INPUTS), SOME)
         run(parameters(cell, INPUTS), array(seed, STEPS, BATCH, INPUTS), ~SOME)
     assert len(traces) == 1
+
+
+class Counting(Leaky):
+    """Beside what it holds it counts its steps, in whole numbers."""
+
+    def initial(self, batch_shape):
+        return super().initial(batch_shape), jnp.zeros(batch_shape, int)
+
+    def emit(self, params, carry, z_t):
+        return carry[0]
+
+    def step(self, params, carry, z_t):
+        return super().step(params, carry[0], z_t), carry[1] + 1
+
+
+def test_whole_numbers_are_refused():
+    cell, xs = Counting(), array(0, 9, INPUTS)
+    params = cell.init_params(jax.random.key(0), INPUTS)
+    with pytest.raises(ValueError, match="carry of Counting has other numbers than floating-point"):
+        rg.unroll(cell, params, xs, backend="newton")
+
+
+@pytest.mark.parametrize("derivative", [jax.grad, jax.jacfwd])
+def test_second_derivatives_are_refused(small, derivative):
+    """They would be those of the passes, which stop where values, not slopes, have settled."""
+    cell, params = gato(features=4, inputs=INPUTS)
+    xs = array(8, STEPS, BATCH, INPUTS)
+
+    def slope(x):
+        return jax.grad(lambda x: jnp.sum(rg.unroll(cell, params, x * xs, backend="newton")[1]))(x)
+
+    with pytest.raises(ValueError, match="first derivatives in reverse mode alone"):
+        jax.eval_shape(derivative(slope), 1.0)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 import recurrent_gates as rg
 from tests.support import (
@@ -523,3 +524,32 @@ def test_a_carry_of_another_batch_is_one_sentence():
         with pytest.raises(ValueError, match="carry") as error:
             rg.unroll(cell, params, xs, cell.initial(batch))
         assert "\n" not in str(error.value)
+
+
+# In a shard_map each device has rows of the batch
+
+
+SHARDED = [
+    *(("scan", name) for name in ("lstm", "gato2", "rmc")),
+    *(("fused", name) for name in ("ur_gru", "slstm", "gato1", "gato2")),
+    *(("parallel", name) for name in ("minlstm", "lru")),
+    *(("newton", name) for name in ("gato1", "gato2")),
+]
+
+
+@pytest.mark.parametrize(("backend", "name"), SHARDED)
+def test_shard_map_needs_no_carry(backend, name):
+    cell = rg.CELLS[name](4, param_dtype=jnp.float64)
+    params, xs = parameters(cell, INPUTS), array(3, 200, BATCH, INPUTS)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("batch",))
+    rows, resets = P(None, "batch"), jnp.asarray(np.arange(200)[:, None] == [50, 100, 199])
+
+    def outputs(params, xs, resets):
+        return rg.unroll(cell, params, xs, resets=resets, backend=backend)[1]
+
+    def loss(outputs, params, xs):
+        return jnp.sum(jnp.sin(outputs(params, xs, resets)))
+
+    gradient = quick_jit(jax.grad(loss, argnums=(1, 2)), static_argnums=0)
+    mapped = jax.shard_map(outputs, mesh=mesh, in_specs=(P(), rows, rows), out_specs=rows)
+    assert_close(gradient(mapped, params, xs), gradient(outputs, params, xs))

@@ -312,7 +312,7 @@ def _composed(
     """The map of each block, (a, b) ``[N, ...]``; b of the first is what it makes of the start."""
     count, length = inputs[0].shape[:2]
     first = count - 1 if traversal.reverse else 0
-    zeros = tuple(jnp.zeros((count, *x.shape), x.dtype) for x in start)
+    zeros = tuple(jnp.zeros_like(x, shape=(count, *x.shape)) for x in start)
     value = tuple(zero.at[first].set(x) for zero, x in zip(zeros, start, strict=True))
     columns = tuple(
         tuple(jnp.ones_like(zero) if m == n else zero for m, zero in enumerate(zeros))

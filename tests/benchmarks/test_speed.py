@@ -206,6 +206,15 @@ def test_operations_of_an_lstm():
     assert detached == 2 * (expected - 0.5 * steps * 4 * F * 2 * F)
 
 
+def test_operations_of_linear_recurrences():
+    # A minGRU has two kernels of D x F and no other product. An LRU has, in real numbers, two
+    # kernels of D x F and two of F x F to its outputs, and its inputs pass it by in one of D x F.
+    steps, D, F = 2 * 5, 3, 4
+    assert floor.count(Contender("mingru"), SIZE)["operations"] == steps * 3 * 2 * 2 * D * F
+    expected = steps * 3 * 2 * (2 * D * F + 2 * F * F + D * F)
+    assert floor.count(Contender("lru"), SIZE)["operations"] == expected
+
+
 def test_bytes_of_gato_do_not_grow_with_the_hidden_layer():
     def rows(cell):
         params = jax.eval_shape(

@@ -58,6 +58,8 @@ def unsupported(loop: Loop) -> str | None:
         return f"{type(cell).__name__} does not say that its recurrent Jacobian is diagonal."
     if loop.symbolic:
         return "it cuts time into blocks by sizes, and these are symbolic."
+    if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(loop.carry)):
+        return f"a carry of {type(cell).__name__} has other numbers than floating-point ones."
     for fn, noise in zip(loop.carry_fns, loop.stream.noise, strict=True):
         get_field(loop.carry, fn.field)  # an unknown field is an error under any backend
         if not fn.elementwise:
@@ -136,6 +138,19 @@ def _solved(loop: Loop) -> tuple[Carry, Carry, Report | None]:
     return *add_up(step, sums.bounded, loop.carry, inputs, **how), None
 
 
+@jax.custom_jvp
+def _found(tree: Any) -> Any:
+    """What was solved for. Its derivatives are not those of the passes that led to it."""
+    return tree
+
+
+@_found.defjvp
+def _second_derivatives(*_: Any) -> Any:
+    raise ValueError(
+        "The newton backend serves first derivatives in reverse mode alone. Use backend='scan'."
+    )
+
+
 @jax.custom_vjp
 def _recurrence(loop: Loop) -> tuple[Carry, Carry]:
     """The last carry, and those of all steps."""
@@ -145,7 +160,7 @@ def _recurrence(loop: Loop) -> tuple[Carry, Carry]:
 def _forward(loop: Loop) -> tuple[tuple[Carry, Carry], Any]:
     last, carries, found = _solved(loop)
     _warn(loop.settings, "forward", found)
-    carries = kept(carries)
+    last, carries = _found((last, kept(carries)))
     return (last, carries), (loop, carries)
 
 
@@ -170,6 +185,7 @@ def _backward(residuals: tuple[Loop, Carry], cotangents: tuple[Carry, Carry]) ->
     else:
         d_carry, d_before, found = solve(_adjoint_step, d_last, inputs, linear=True, **how)
         _warn(settings, "backward", found)
+    d_carry, d_before = _found((d_carry, d_before))
 
     d_new = jax.tree.map(jnp.add, d_carries, shifted(d_last, d_before, not reverse))
     _, pullback = jax.vjp(

@@ -93,7 +93,7 @@ def shoot_all(
         )
         return c, d, states
 
-    states = jax.tree.map(lambda x: jnp.zeros((count, length, *x.shape[1:]), x.dtype), starts)
+    states = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(count, length, *x.shape[1:])), starts)
     state = (flip(starts), flip(slopes), states)
     ends, slopes, states = jax.lax.fori_loop(0, length, body, state, unroll=unroll)
     return flip(ends), flip(slopes), states

@@ -162,9 +162,10 @@ class _Problem(NamedTuple):
         # The first correction takes every slope as 0, so that the first pass need not have them.
         slopes = jax.tree.map(jnp.zeros_like, starts)
         ends, _, values = self.shoot(starts, None, self.blocks)
-        none = jnp.zeros((count,), bool)
-        one = jnp.asarray(1)
-        return _Shot(one, _gaps(starts, ends), none, none, starts, ends, slopes, values)
+        gaps = _gaps(starts, ends)
+        none = jnp.zeros_like(gaps, bool)
+        one = jnp.ones_like(gaps, int, shape=())
+        return _Shot(one, gaps, none, none, starts, ends, slopes, values)
 
     def corrected(self, shot: _Shot, *, linear: bool) -> _Shot:
         """The pass from better starts: Newton's, or those of a search, once, where it fails."""
@@ -230,7 +231,7 @@ def add_up(
     if count == 0:
         return in_sequence(step, start, rest, reverse, unroll)
     shoot = functools.partial(shoot_all, step, reverse=reverse, unroll=unroll)
-    zeros = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), start)
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(count, *x.shape)), start)
     sums, slopes, _ = shoot(follow(start, zeros), jax.tree.map(jnp.ones_like, zeros), blocks)
 
     def combine(early: Any, late: Any) -> Any:

@@ -163,7 +163,7 @@ def _backward(inputs: Any, d_total: jax.Array) -> tuple[jax.Array, ...]:
                 d_r = d_r + _on(p, out_i * on_r_i)
             return (d_x, d_r), None
 
-        zeros = (jnp.zeros(x.shape, r.dtype), jnp.zeros_like(r))
+        zeros = (jnp.zeros_like(x, r.dtype), jnp.zeros_like(r))
         (d_x, d_r), _ = jax.lax.scan(add, zeros, groups)
         return d_x, d * d_r
 
@@ -274,13 +274,13 @@ def _backward_by_products(inputs: Any, d_total: jax.Array) -> tuple[jax.Array, .
             sums = _row_sums((on_r_sum, out_sum), (z, r, d), on_r)
             return d_rows, (on_x_sum + x.T @ masked, *sums)
 
-        zeros = (jnp.zeros(x.shape, r.dtype), jnp.zeros_like(r))
+        zeros = (jnp.zeros_like(x, r.dtype), jnp.zeros_like(r))
         (d_x, d_r), sums = jax.lax.scan(by_group, zeros, (groups, sums))
         return sums, (d_x, d * d_r)
 
     width = groups[2][0].size
     none = jnp.zeros_like(groups[2])
-    start = (jnp.zeros((len(none), x.shape[1], width), r.dtype), none, none)
+    start = (jnp.zeros_like(r, shape=(len(none), x.shape[1], width)), none, none)
     tiles = _blocks((x, r, d_total), _rows_of_products(groups, len(x)))
     (on_x, d_on_r, d_out), (d_x, d_r) = jax.lax.scan(by_tile, start, tiles)
     hidden, units = out.shape

@@ -172,7 +172,7 @@ def test_many_calls_at_once_end():
 
 
 def test_helpers_may_still_use_every_core():
-    """One that was put on the core of the thread that it helps leaves it, for that moment alone."""
+    """One put on the core of the thread that it helps is sent away, for that moment alone."""
     cell, values = arrays(CELLS["lstm"], "units")
     run = everything(cell, "native")
     for _ in range(100):

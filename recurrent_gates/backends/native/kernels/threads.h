@@ -9,10 +9,11 @@
 #include <cstdint>
 #include <memory>
 #include <thread>
-#include <utility>
 
 #if defined(__linux__)
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include "xla/ffi/api/c_api.h"
@@ -35,29 +36,82 @@ inline void pause() {
 #endif
 }
 
-// The core that this thread is on, or -1 where that is not known.
-inline int current_core() {
+// Threads that have helped before. Where a virtual machine's host has taken idle cores away, Linux
+// puts threads on one core: a helper on that of the thread that wakes it, or that one, when it goes
+// on, where a helper is awake. Then one waits for milliseconds while the other works. So the leader
+// sends such a helper to another core.
+class Helpers {
+ public:
+  // Called by a thread that helps, where it is: it is known from then on, until it ends.
+  static void here() {
 #if defined(__linux__)
-  return sched_getcpu();
-#else
-  return -1;
+    static thread_local Known known;
+    if (known.place != nullptr) known.place->core.store(sched_getcpu(), std::memory_order_relaxed);
 #endif
-}
+  }
 
-// Moves this thread to another core if it is on this one. Where a virtual machine's host has taken
-// idle cores away, Linux wakes a thread on the core of the one that wakes it, which works on.
-inline void leave(int busy) {
+  // Moves helpers off this thread's core, those that were `woken`, wherever they were, or those
+  // that said that they are there. Their masks are put back at once: where they are, they may stay.
+  // One whose mask is not this thread's is left alone: somebody has pinned it, or another thread is
+  // sending it away.
+  static void send_away(bool woken) {
 #if defined(__linux__)
-  if (busy < 0 || current_core() != busy) return;
-  cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
-  cpu_set_t others = allowed;
-  CPU_CLR(busy, &others);
-  if (CPU_COUNT(&others) == 0) return;
-  if (sched_setaffinity(0, sizeof(others), &others) == 0)
-    sched_setaffinity(0, sizeof(allowed), &allowed);  // it stays where it is now
+    const int core = sched_getcpu();
+    cpu_set_t all, others, own;
+    CPU_ZERO(&all);
+    for (const Place& place : places()) {
+      const Name name = place.name.load(std::memory_order_relaxed);
+      if (name.thread == 0 || name.thread == this_thread()) continue;
+      if (!woken && place.core.load(std::memory_order_relaxed) != core) continue;
+      if (name.process != getpid()) continue;
+      if (CPU_COUNT(&all) == 0) {
+        if (core < 0 || sched_getaffinity(0, sizeof(all), &all) != 0) return;
+        others = all;
+        CPU_CLR(core, &others);
+        if (CPU_COUNT(&others) == 0) return;
+      }
+      if (sched_getaffinity(name.thread, sizeof(own), &own) != 0 || !CPU_EQUAL(&own, &all)) continue;
+      if (sched_setaffinity(name.thread, sizeof(others), &others) == 0)
+        sched_setaffinity(name.thread, sizeof(all), &all);
+    }
 #endif
-}
+  }
+
+#if defined(__linux__)
+ private:
+  struct Name {  // a fork has the names of threads that it does not have
+    int process, thread;
+  };
+  struct Place {
+    std::atomic<Name> name{Name{0, 0}};
+    std::atomic<int> core{-1};
+  };
+  static constexpr int kMost = 8;  // more helpers hardly all wait for one core
+
+  struct Known {
+    Place* place = nullptr;
+    Known() {
+      for (Place& each : places()) {
+        Name none{0, 0};
+        if (!each.name.compare_exchange_strong(none, {getpid(), this_thread()})) continue;
+        place = &each;
+        return;
+      }
+    }
+    ~Known() {
+      if (place != nullptr) place->name.store({0, 0});
+    }
+  };
+  static int this_thread() {
+    static thread_local const int id = int(syscall(SYS_gettid));
+    return id;
+  }
+  static std::array<Place, kMost>& places() {
+    static std::array<Place, kMost> all{};
+    return all;
+  }
+#endif
+};
 
 // What runs on XLA's threads. A task that starts late finds the job alive, and nothing left to do.
 //
@@ -67,27 +121,14 @@ inline void leave(int busy) {
 // others have tasks for it too.
 class Job {
  public:
-  const int core_of_leader = current_core();
-
   virtual ~Job() = default;
   virtual void help() = 0;
 
-  // Hands a job to a thread that is awake, or to XLA's pool.
-  static void hand_over(const XLA_FFI_CallFrame* frame, std::shared_ptr<Job> job) {
-    auto* handed = new Handed(std::move(job));
-    for (Seat& seat : seats()) {
-      Handed* idle = waiting();
-      if (seat.load(std::memory_order_relaxed) != idle) continue;
-      if (seat.compare_exchange_strong(idle, handed)) return;
-    }
-    XLA_FFI_ThreadPool_Schedule_Args args{};
-    args.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
-    args.ctx = frame->ctx;
-    args.task = &Job::task;
-    args.data = handed;
-    scheduling() = true;
-    if (frame->api->XLA_FFI_ThreadPool_Schedule(&args) != nullptr) delete handed;
-    scheduling() = false;
+  // Hands a job to threads that are awake, or to XLA's pool.
+  static void hand_over(const XLA_FFI_CallFrame* frame, std::shared_ptr<Job> job, int times) {
+    bool woken = false;
+    for (int n = 0; n < times; ++n) woken |= !hand_over(frame, job);
+    if (times > 0) Helpers::send_away(woken);
   }
 
  protected:
@@ -103,10 +144,29 @@ class Job {
   static constexpr int kSeats = 64, kMostJobs = 256;
   static constexpr std::chrono::microseconds kAwake{200};
 
+  // Whether a thread that is awake has it, not one of the pool's.
+  static bool hand_over(const XLA_FFI_CallFrame* frame, const std::shared_ptr<Job>& job) {
+    auto* handed = new Handed(job);
+    for (Seat& seat : seats()) {
+      Handed* idle = waiting();
+      if (seat.load(std::memory_order_relaxed) != idle) continue;
+      if (seat.compare_exchange_strong(idle, handed)) return true;
+    }
+    XLA_FFI_ThreadPool_Schedule_Args args{};
+    args.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
+    args.ctx = frame->ctx;
+    args.task = &Job::task;
+    args.data = handed;
+    scheduling() = true;
+    if (frame->api->XLA_FFI_ThreadPool_Schedule(&args) != nullptr) delete handed;
+    scheduling() = false;
+    return false;
+  }
+
   static void task(void* data) {
+    Helpers::here();
     auto* handed = static_cast<Handed*>(data);
     for (int jobs = 0; handed != nullptr; ++jobs) {
-      if (!scheduling()) leave((*handed)->core_of_leader);
       (*handed)->help();
       delete handed;
       handed = scheduling() || jobs == kMostJobs ? nullptr : next();
@@ -127,6 +187,7 @@ class Job {
     if (own == nullptr) return nullptr;
     const auto end = std::chrono::steady_clock::now() + kAwake;
     do {
+      Helpers::here();
       for (int pauses = 0; pauses < 16; ++pauses) {
         if (own->load(std::memory_order_relaxed) != waiting()) return own->exchange(nullptr);
         pause();
@@ -181,7 +242,7 @@ class Parts : public Job {
 template <typename Run>
 void in_parts(const XLA_FFI_CallFrame* frame, int threads, int parts, Run run) {
   auto job = std::make_shared<Parts<Run>>(parts, run);
-  for (int n = 1; n < threads; ++n) Job::hand_over(frame, job);
+  Job::hand_over(frame, job, threads - 1);
   job->help();
   job->wait_for_all();
 }
@@ -240,7 +301,7 @@ void in_team(const XLA_FFI_CallFrame* frame, int threads, int64_t steps, int64_t
   constexpr int64_t kWorkOfPause = 1000;  // that a thread does in the time of a pause
   constexpr int64_t kMostPauses = 8192;
   auto job = std::make_shared<Team<Run>>(steps, run);
-  for (int n = 1; n < threads; ++n) Job::hand_over(frame, job);
+  Job::hand_over(frame, job, threads - 1);
   job->lead(threads, std::min(work / kWorkOfPause, kMostPauses));
 }
 

@@ -182,7 +182,7 @@ def test_helpers_may_still_use_every_core():
         threads = map(int, os.listdir("/proc/self/task"))
         return {frozenset(os.sched_getaffinity(thread)) for thread in threads}
 
-    end = time.monotonic() + 60  # a helper that is on its way needs a core to go on
+    end = time.monotonic() + 60  # a leader between its two calls needs a core to go on
     while len(allowed()) > 1 and time.monotonic() < end:
         time.sleep(0.01)
     assert allowed() == {frozenset(os.sched_getaffinity(0))}

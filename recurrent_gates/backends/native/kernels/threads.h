@@ -37,63 +37,68 @@ inline void pause() {
 }
 
 // Threads that have helped before. Where a virtual machine's host has taken idle cores away, Linux
-// puts threads on one core: a helper on that of the thread that wakes it, or that one, when it goes
-// on, where a helper is awake. Then one waits for milliseconds while the other works. So the leader
-// sends such a helper to another core.
+// puts two threads on one core: a helper on the core of the leader, which wakes it, or the leader,
+// when it goes on, on that of a helper that is awake. Then one waits for milliseconds while the
+// other works. So the leader sends such a helper to another core.
 class Helpers {
  public:
-  // Called by a thread that helps, where it is: it is known from then on, until it ends.
-  static void here() {
-#if defined(__linux__)
-    static thread_local Known known;
-    if (known.place != nullptr) known.place->core.store(sched_getcpu(), std::memory_order_relaxed);
-#endif
-  }
+  // A thread that helps says on which core it is. It is known from then on, until it ends.
+  static void on_core() { set_core(current_core()); }
+  // It goes to sleep, and may wake up on any.
+  static void asleep() { set_core(-1); }
 
-  // Moves helpers off this thread's core, those that were `woken`, wherever they were, or those
-  // that said that they are there. Their masks are put back at once: where they are, they may stay.
-  // One whose mask is not this thread's is left alone: somebody has pinned it, or another thread is
-  // sending it away.
+  // Moves helpers off this thread's core: those that said that they are there and, where one was
+  // `woken`, those that were asleep. Their masks are put back at once, to that of the process's
+  // first thread, which nobody sends away. A helper with another mask is left alone: it is pinned,
+  // or being sent away. As in every mask that was set, a core that the process is given later is
+  // not in it.
   static void send_away(bool woken) {
 #if defined(__linux__)
-    const int core = sched_getcpu();
+    const int core = current_core();
     cpu_set_t all, others, own;
-    CPU_ZERO(&all);
+    bool asked = false;
     for (const Place& place : places()) {
       const Name name = place.name.load(std::memory_order_relaxed);
-      if (name.thread == 0 || name.thread == this_thread()) continue;
-      if (!woken && place.core.load(std::memory_order_relaxed) != core) continue;
-      if (name.process != getpid()) continue;
-      if (CPU_COUNT(&all) == 0) {
-        if (core < 0 || sched_getaffinity(0, sizeof(all), &all) != 0) return;
+      const int at = place.core.load(std::memory_order_relaxed);
+      if (name.thread == 0 || !(at == core || (woken && at == -1))) continue;
+      const int process = getpid();
+      if (name.process != process || name.thread == process) continue;
+      if (name.thread == this_thread()) continue;
+      if (!asked) {
+        if (core < 0 || sched_getaffinity(process, sizeof(all), &all) != 0) return;
         others = all;
         CPU_CLR(core, &others);
         if (CPU_COUNT(&others) == 0) return;
+        asked = true;
       }
-      if (sched_getaffinity(name.thread, sizeof(own), &own) != 0 || !CPU_EQUAL(&own, &all)) continue;
+      if (sched_getaffinity(name.thread, sizeof(own), &own) != 0) continue;
+      if (!CPU_EQUAL(&own, &all)) continue;
       if (sched_setaffinity(name.thread, sizeof(others), &others) == 0)
         sched_setaffinity(name.thread, sizeof(all), &all);
     }
+#else
+    (void)woken;
 #endif
   }
 
-#if defined(__linux__)
  private:
-  struct Name {  // a fork has the names of threads that it does not have
+#if defined(__linux__)
+  struct Name {
     int process, thread;
   };
   struct Place {
     std::atomic<Name> name{Name{0, 0}};
     std::atomic<int> core{-1};
   };
-  static constexpr int kMost = 8;  // more helpers hardly all wait for one core
 
   struct Known {
     Place* place = nullptr;
     Known() {
+      const Name own{getpid(), this_thread()};
       for (Place& each : places()) {
-        Name none{0, 0};
-        if (!each.name.compare_exchange_strong(none, {getpid(), this_thread()})) continue;
+        Name there = each.name.load();
+        if (there.thread != 0 && there.process == own.process) continue;  // else it is of a parent
+        if (!each.name.compare_exchange_strong(there, own)) continue;
         place = &each;
         return;
       }
@@ -102,14 +107,22 @@ class Helpers {
       if (place != nullptr) place->name.store({0, 0});
     }
   };
-  static int this_thread() {
-    static thread_local const int id = int(syscall(SYS_gettid));
-    return id;
+
+  static int current_core() { return sched_getcpu(); }
+  static int this_thread() { return int(syscall(SYS_gettid)); }
+  static void set_core(int core) {
+    static thread_local const Known known;
+    if (known.place == nullptr) return;
+    if (known.place->core.load(std::memory_order_relaxed) != core)  // its line is read by leaders
+      known.place->core.store(core, std::memory_order_relaxed);
   }
-  static std::array<Place, kMost>& places() {
-    static std::array<Place, kMost> all{};
+  static std::array<Place, 64>& places() {
+    static std::array<Place, 64> all{};
     return all;
   }
+#else
+  static int current_core() { return -1; }
+  static void set_core(int) {}
 #endif
 };
 
@@ -144,7 +157,7 @@ class Job {
   static constexpr int kSeats = 64, kMostJobs = 256;
   static constexpr std::chrono::microseconds kAwake{200};
 
-  // Whether a thread that is awake has it, not one of the pool's.
+  // Hands it over once; whether to a thread that was awake.
   static bool hand_over(const XLA_FFI_CallFrame* frame, const std::shared_ptr<Job>& job) {
     auto* handed = new Handed(job);
     for (Seat& seat : seats()) {
@@ -164,13 +177,14 @@ class Job {
   }
 
   static void task(void* data) {
-    Helpers::here();
+    if (!scheduling()) Helpers::on_core();
     auto* handed = static_cast<Handed*>(data);
     for (int jobs = 0; handed != nullptr; ++jobs) {
       (*handed)->help();
       delete handed;
       handed = scheduling() || jobs == kMostJobs ? nullptr : next();
     }
+    if (!scheduling()) Helpers::asleep();
   }
 
   // A job that comes within kAwake; null if none does. Only who sits in a seat leaves it free.
@@ -187,7 +201,7 @@ class Job {
     if (own == nullptr) return nullptr;
     const auto end = std::chrono::steady_clock::now() + kAwake;
     do {
-      Helpers::here();
+      Helpers::on_core();
       for (int pauses = 0; pauses < 16; ++pauses) {
         if (own->load(std::memory_order_relaxed) != waiting()) return own->exchange(nullptr);
         pause();

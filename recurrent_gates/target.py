@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import jax
 
@@ -18,6 +21,9 @@ __all__ = ["compiling_for", "cores", "device_count", "devices", "platform"]
 _DEVICES: contextvars.ContextVar[tuple[jax.Device, ...]] = contextvars.ContextVar(
     "devices", default=()
 )
+
+# Microseconds that may be used in each period, and the period: version 2 of control groups.
+_LIMIT_OF_TIME = Path("/sys/fs/cgroup/cpu.max")
 
 
 @contextlib.contextmanager
@@ -75,8 +81,17 @@ def cores() -> int:
     """The number of this machine's cores.
 
     Returns:
-      That of those which this process may use.
+      That of those which this process may use; fewer where a container gives it less time.
     """
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
+        return min(len(os.sched_getaffinity(0)), _most_at_once())
     return os.cpu_count() or 1
+
+
+def _most_at_once() -> int:
+    """How many cores a container's limit of time keeps busy; more threads would stand still."""
+    try:
+        time, period = _LIMIT_OF_TIME.read_text().split()
+        return max(1, math.ceil(int(time) / int(period)))
+    except (OSError, ValueError):  # no file, or "max" for no limit
+        return sys.maxsize

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import os
 import re
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import recurrent_gates as rg
+from recurrent_gates import target
 from tests.support import array, assert_identical, parameters, state
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -45,6 +47,24 @@ def test_what_auto_chose_is_logged_once(caplog):
             rg.unroll(cell, params, jnp.zeros((2, 1, 2)).astype(jnp.float32))
     lines = [record.getMessage() for record in caplog.records if "Unheard" in record.getMessage()]
     assert len(lines) == 1 and ("fused" in lines[0] or "scan" in lines[0])
+
+
+@pytest.mark.parametrize(
+    ("limit", "cores"),
+    [
+        ("max 100000\n", 8),
+        ("200000 100000\n", 2),
+        ("150000 100000", 2),
+        ("1000 100000", 1),
+        ("", 8),
+    ],
+)
+def test_a_containers_limit_of_time_is_one_of_cores(limit, cores, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(target, "_LIMIT_OF_TIME", tmp_path / "cpu.max")
+    assert target.cores() == 8  # there is no such file
+    (tmp_path / "cpu.max").write_text(limit)
+    assert target.cores() == cores
 
 
 NEW: Any = object()

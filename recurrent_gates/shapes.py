@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,6 +39,18 @@ def all_varying(tree: Any) -> Any:
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(vary, tree)
+
+
+def result(shape: Sequence[int], like: jax.Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    """What a kernel returns: varying between the devices of a ``jax.shard_map`` as an array does.
+
+    Args:
+      shape: of the result.
+      like: the array.
+      dtype: of the result, by default that of the array.
+    """
+    of = jax.typeof(like)
+    return jax.ShapeDtypeStruct(shape, dtype or of.dtype, manual_axis_type=of.manual_axis_type)
 
 
 def lead(vector: jax.Array, like: jax.Array) -> jax.Array:

@@ -5,6 +5,8 @@ a GPU make of the kernels is in `tests/tpu` and `tests/cuda` and, as far as lowe
 """
 
 import dataclasses
+import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +14,15 @@ import numpy as np
 import pytest
 from flax import struct
 from jax.experimental import pallas as pl
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
 
 import recurrent_gates as rg
 from recurrent_gates.backends.pallas import gato as pallas_gato
 from recurrent_gates.backends.pallas import loop as pallas_loop
+from recurrent_gates.backends.pallas import recurrence as pallas_recurrence
 from recurrent_gates.backends.pallas.body import in_kernel
-from recurrent_gates.backends.pallas.loop import time_loop
+from recurrent_gates.backends.pallas.loop import OnGpu, time_loop
 from tests.support import array, assert_close, parameters, quick_jit, state
 from tests.test_carry import OwnZoneout
 from tests.test_gato import Count, Doubled
@@ -164,8 +168,10 @@ def test_chunks_that_the_driver_rematerialises():
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """The blocks that a GPU gets, interpreted."""
+    """The programs that a GPU gets, interpreted; those of few rows have one each."""
     call = pl.pallas_call
+    gpu = types.SimpleNamespace(platform=lambda: "gpu")
+    monkeypatch.setattr(pallas_recurrence, "target", gpu)
 
     def interpreted(*args, **how):
         return call(*args, **{**how, "interpret": True, "compiler_params": None})
@@ -200,10 +206,52 @@ def test_a_head_at_a_time(name, gpu, monkeypatch, request):
 
 
 @pytest.mark.parametrize("name", ["lstm", "gato2"])
-def test_the_blocks_of_a_gpu(name, as_on_a_gpu):
-    compare(
-        CELLS[name], valid=VALID, carry_fns=[rg.Damp(0.3, field="s" if "gato" in name else "h")]
-    )
+def test_sixteen_rows_in_a_program_of_a_gpu(name, as_on_a_gpu, monkeypatch):
+    monkeypatch.setattr(pallas_loop, "GPU_HELD", 0)
+    field = "s" if "gato" in name else "h"
+    compare(CELLS[name], valid=VALID, carry_fns=[rg.Damp(0.3, field=field)])
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [
+        ("four matrices as one", CELLS["lstm"]),
+        ("three, and zeros", CELLS["gru"]),
+        ("two, and one by itself", CELLS["gru before"]),
+        ("two", rg.JANET(FEATURES, **F64)),
+        ("one", CELLS["rnn"]),
+        ("five", rg.LSTM(FEATURES, gate=dataclasses.replace(rg.GATES["r"], tied=False), **F64)),
+        ("of two shapes, and sums over units", rg.CELLS["om_lstm"](8, downsize=2, **F64)),
+        ("a bias of their own", rg.CELLS["or_gru"](FEATURES, bias_vectors=2, **F64)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("detach", [False, True])
+def test_one_row_in_a_program_of_a_gpu(name, cell, detach, as_on_a_gpu):
+    how = dict(carry_fns=[rg.Detach(0.5)], noise=[noise(STEPS)]) if detach else {}
+    compare(cell, valid=VALID, resets=RESETS, reverse=detach, **how)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("name", ["lstm", "gru", "gato1"])
+def test_second_derivatives_are_the_scans(name, gpu, request):
+    if gpu:
+        request.getfixturevalue("as_on_a_gpu")
+    cell = CELLS[name]
+    params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
+    how = dict(valid=VALID, resets=RESETS)
+
+    def penalty(backend, params, xs):
+        def loss(xs):
+            return jnp.sum(jnp.sin(rg.unroll(cell, params, xs, backend=backend, **how)[1]))
+
+        return jnp.sum(jax.grad(loss)(xs) ** 2)
+
+    results = [
+        quick_jit(jax.grad(functools.partial(penalty, backend), (0, 1)))(params, xs)
+        for backend in ("pallas", "scan")
+    ]
+    assert_close(*results)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +305,7 @@ def test_a_loop_in_blocks_of_rows_and_time_is_lax_scan(reverse, monkeypatch):
         return c, {"y": 2 * c}
 
     def loop(*arguments):
-        return time_loop(body, *arguments, reverse=reverse)
+        return time_loop(body, *arguments, reverse=reverse, gpu=OnGpu(16, 4))
 
     def scan(weights, rows, carry, xs):
         return jax.lax.scan(lambda c, x: body(weights, rows, c, x), carry, xs, reverse=reverse)
@@ -347,22 +395,32 @@ def test_sums_over_features_are_products_in_a_kernel():
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")  # jax 0.12
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 @pytest.mark.parametrize("steps", [9, 33])  # of which a TPU takes 32 at a time
-@pytest.mark.parametrize("name", ["lstm", "or_gru", "gato2", "heads"])
+@pytest.mark.parametrize("name", ["lstm", "or_gru", "gato2", "heads", "gru mapped", "gato2 mapped"])
 def test_kernels_lower(platform, name, steps, x32):
-    """To Triton and to Mosaic: a training step with h-detach, in the widths that they take."""
+    """To Triton and to Mosaic: a training step with h-detach, in the widths that they take; in a
+    shard_map, too."""
+    name, *mapped = name.split()
     heads = dict(heads=8, dtype=jnp.bfloat16)
     cell = rg.LSTM(1024, **heads) if name == "heads" else rg.CELLS[name](128)
     field = "r" if name == "gato2" else "h"
     params = jax.eval_shape(lambda key: cell.init_params(key, 4), jax.random.key(0))
 
-    def loss(params, xs, draws):
+    def outputs(params, xs, draws):
         fns = (rg.Detach(0.5, field=field),)
-        return rg.unroll(cell, params, xs, carry_fns=fns, noise=(draws,), backend="pallas")[1].sum()
+        return rg.unroll(cell, params, xs, carry_fns=fns, noise=(draws,), backend="pallas")[1]
+
+    def loss(params, xs, draws):
+        rows = P(None, "batch")
+        of = (
+            jax.shard_map(outputs, in_specs=(P(), rows, P()), out_specs=rows) if mapped else outputs
+        )
+        return of(params, xs, draws).sum()
 
     xs = jax.ShapeDtypeStruct((steps, 16, 4), cell.dtype or jnp.float32)
     shapes = xs, jax.ShapeDtypeStruct((steps,), bool)
     gpu = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
-    where = AbstractMesh((), (), abstract_device=gpu if platform == "cuda" else None)
+    axes = ((1,), ("batch",), (AxisType.Auto,)) if mapped else ((), ())
+    where = AbstractMesh(*axes, abstract_device=gpu if platform == "cuda" else None)
     with use_abstract_mesh(where):
         traced = jax.jit(jax.grad(loss)).trace(params, *shapes)
         program = traced.lower(lowering_platforms=(platform,)).as_text()

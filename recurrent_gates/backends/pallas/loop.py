@@ -2,8 +2,9 @@
 
 The kernel runs in three ways. On a TPU (Mosaic) time is the inner, sequential axis of the grid:
 blocks of steps stream through VMEM while the state and everything shared stay there. On a GPU
-(Triton) one program owns a few rows of the batch, of some units where these are independent, and
-walks through all steps. On a CPU Pallas interprets the TPU's kernel, slowly and exactly.
+(Triton) one program owns a few rows of the batch, most often one, of some units where these are
+independent, and walks through all steps. On a CPU Pallas interprets the TPU's kernel, slowly and
+exactly.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as pltriton
 
 from recurrent_gates.backends.pallas.body import in_kernel
+from recurrent_gates.shapes import result
 
 ON_CHIP = 12 * 2**20
 """Bytes of VMEM that the blocks of a kernel may take: what Mosaic grants by default (16 MB) less
@@ -29,16 +31,50 @@ MOST_STEPS = 32
 """Steps per block on a TPU where memory does not ask for fewer."""
 
 GPU_ROWS = 16
-"""Rows of the batch per program on a GPU, the fewest that a tensor-core product takes; one row
-where nothing is multiplied."""
+"""Rows of the batch per program on a GPU where one row each would hold too many copies of the
+weights: the fewest that a tensor-core product takes."""
+
+GPU_HELD = 2**27
+"""Bytes of weights that all programs of one row may hold together on a GPU. On an H200, to train an
+LSTM of 64 units, they took 0.63 of the time of ``fused`` at this size, and 0.14 with a sixteenth of
+it."""
+
+GPU_FEW = 264
+"""Programs that an H100 runs at once: two on each of its 132 multiprocessors."""
 
 GPU_UNITS = 128
 """Units per program on a GPU where they do not interact: one to a thread."""
 
 GPU_AHEAD = 8
-"""Steps whose inputs such a program loads at once: a load takes longer than a step's arithmetic."""
+"""Steps whose inputs such a program loads at once: a load takes longer than a step's arithmetic. A
+step with products takes as long as a load, and loads what the next one reads."""
 
 Body = Callable[[Any, Any, Any, Any], tuple[Any, Any]]
+
+
+class OnGpu(NamedTuple):
+    """The programs of a loop on a GPU: the rows and the warps of each."""
+
+    rows: int
+    warps: int
+
+
+def on_gpu(batch: int, heads: int, held: int) -> OnGpu:
+    """How a loop with products is cut into programs on a GPU.
+
+    A program has one row: its threads hold the weights, and a step takes a fraction of the time of
+    sixteen rows on tensor cores. That pays until each multiprocessor has many such programs.
+
+    Args:
+      batch: rows.
+      heads: N, each a program's own.
+      held: bytes of the matrices of a head.
+    """
+    if batch * heads * held > GPU_HELD:
+        return OnGpu(GPU_ROWS, 8 if held >= 2**16 else 4)
+    # A thread has 128 registers for weights. Where few programs run, each has at least 128 threads.
+    warps = max(held // 2**14, 4 if batch * heads <= GPU_FEW else 1)
+    return OnGpu(1, 1 << (warps - 1).bit_length())
 
 
 def on_platform(kernel_call: Callable[..., Any], *args: Any) -> Any:
@@ -47,23 +83,23 @@ def on_platform(kernel_call: Callable[..., Any], *args: Any) -> Any:
     return jax.lax.platform_dependent(*args, **ways)
 
 
-def compiler_params(platform: str, axes: int, *, state: bool, held: int | None = None) -> Any:
+def compiler_params(platform: str, axes: int, *, state: bool, warps: int | None = None) -> Any:
     """What each compiler is told.
 
     Args:
       platform: of the kernel.
       axes: of its grid.
       state: whether the last of them carries state, on a TPU.
-      held: bytes of weights that a program of a loop over time holds, on a GPU.
+      warps: of a program of a loop over time, on a GPU.
     """
     if platform == "tpu":
         last = pltpu.ARBITRARY if state else pltpu.PARALLEL
         semantics = (*[pltpu.PARALLEL] * (axes - 1), last)
         return pltpu.CompilerParams(dimension_semantics=semantics)
-    if platform == "cuda" and held is not None:
-        # More threads where the weights would take half of four warps' registers. No pipeline: no
-        # load of a step feeds a product, and its buffers would take the weights' room on the chip.
-        return pltriton.CompilerParams(num_warps=8 if held >= 2**16 else 4, num_stages=1)
+    if platform == "cuda" and warps is not None:
+        # No pipeline: no load of a step feeds a tensor core, and its buffers would take the
+        # weights' room on the chip.
+        return pltriton.CompilerParams(num_warps=warps, num_stages=1)
     return pltriton.CompilerParams() if platform == "cuda" else None
 
 
@@ -75,6 +111,7 @@ def time_loop(
     xs: Any,
     *,
     reverse: bool,
+    gpu: OnGpu,
     elementwise: bool = False,
     heads: int = 1,
 ) -> tuple[Any, Any]:
@@ -89,6 +126,7 @@ def time_loop(
       carry: the state; arrays ``[B, width]``.
       xs: inputs by step; arrays ``[T, B, width]``, and scalars by step ``[T]``.
       reverse: run t from T - 1 to 0.
+      gpu: its programs on a GPU.
       elementwise: whether body treats the columns independently and alike, too; all that it
         returns then has as many as the carry, and all that it reads as many or one.
       heads: N; where it is above 1, body treats N blocks of columns independently and alike, also
@@ -97,7 +135,7 @@ def time_loop(
     Returns:
       (carry, ys), ys ``[T, B, width]`` with every y at the t of its x.
 
-    Differentiation is the caller's business.
+    The caller defines the first derivative. Higher ones come from ``lax.scan``.
     """
     shared = jax.tree.map(jnp.asarray, shared)
     # Bools travel as integers.
@@ -108,9 +146,24 @@ def time_loop(
         x_t = jax.tree.map(lambda a, b: a != 0 if b else a, x_t, is_bool)
         return body(shared, rows, carry, x_t)
 
-    how: Any = dict(reverse=reverse, elementwise=elementwise, heads=heads)
+    how: Any = dict(reverse=reverse, elementwise=elementwise, heads=heads, gpu=gpu)
     call = functools.partial(_time_loop, body=typed, **how)
-    return on_platform(call, shared, rows, carry, xs)
+
+    def scanned(shared: Any, rows: Any, carry: Any, xs: Any) -> tuple[Any, Any]:
+        def step(carry: Any, x_t: Any) -> tuple[Any, Any]:
+            return typed(shared, rows, carry, x_t)
+
+        return jax.lax.scan(step, carry, xs, reverse=reverse)
+
+    @jax.custom_jvp
+    def run(*arrays: Any) -> tuple[Any, Any]:
+        return on_platform(call, *arrays)
+
+    @run.defjvp
+    def _(arrays: Any, tangents: Any) -> Any:
+        return jax.jvp(scanned, arrays, tangents)
+
+    return run(shared, rows, carry, xs)
 
 
 def _time_loop(
@@ -118,7 +171,7 @@ def _time_loop(
 ) -> tuple[Any, Any]:
     batch = jax.tree.leaves(carry)[0].shape[0]
     if platform == "cuda":  # Triton checks no bounds: whole blocks only
-        padding = -batch % _gpu_rows(shared)
+        padding = -batch % how["gpu"].rows
         rows, carry, xs = jax.tree.map(
             lambda a: _pad_axis(a, a.ndim - 2, padding) if a.ndim > 1 else a, (rows, carry, xs)
         )
@@ -138,16 +191,20 @@ def _call(
     reverse: bool,
     elementwise: bool,
     heads: int,
+    gpu: OnGpu,
 ) -> tuple[Any, Any]:
     """The kernel of one platform: a plan of its blocks, and the loop inside of one of them."""
     steps = jax.tree.leaves(xs)[0].shape[0]
-    x_t = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), xs)
-    y_t = jax.eval_shape(body, shared, rows, carry, x_t)[1]
-    ys = jax.tree.map(lambda a: jax.ShapeDtypeStruct((steps, *a.shape), a.dtype), y_t)
-    last = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), carry)
+    step = shared, rows, carry, jax.tree.map(lambda a: a[0], xs)
+    step = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), step)
+    y_t = jax.eval_shape(body, *step)[1]
+    one = jax.tree.leaves(carry)[0]
+    ys = jax.tree.map(lambda a: result((steps, *a.shape), one, a.dtype), y_t)
+    last = jax.tree.map(lambda a: result(a.shape, a), carry)
 
     ins, out = (shared, rows, carry, xs), (last, ys)
-    plan = _plan(platform, ins, ys, reverse=reverse, elementwise=elementwise, heads=heads)
+    how: Any = dict(reverse=reverse, elementwise=elementwise, heads=heads)
+    plan = _plan(platform, ins, ys, gpu.rows, **how)
     shared = jax.tree.map(lambda a: a if a.ndim > 1 else a.reshape(1), shared)
     ins = (shared, rows, carry, xs)
     specs = (
@@ -162,7 +219,7 @@ def _call(
         in_specs=jax.tree.leaves(specs),
         out_specs=jax.tree.leaves(out_specs),
         out_shape=jax.tree.leaves(out),
-        compiler_params=compiler_params(platform, 3, state=True, held=plan.held(shared)),
+        compiler_params=compiler_params(platform, 3, state=True, warps=gpu.warps),
         interpret=platform == "cpu",
     )(*jax.tree.leaves(ins))
     return jax.tree.unflatten(jax.tree.structure(out), results)
@@ -238,13 +295,6 @@ class _Plan(NamedTuple):
             lambda b, u, i: (self.at(i), b, self._column(a, u)),
         )
 
-    def held(self, shared: Any) -> int:
-        """Bytes of matrices that a program holds."""
-        matrices = [a for a in jax.tree.leaves(shared) if a.ndim > 1]
-        wide = [a.shape[-1] if a.ndim == 3 else self.wide(a) for a in matrices]
-        sizes = zip(matrices, wide, strict=True)
-        return sum(a.shape[-2] * columns * a.dtype.itemsize for a, columns in sizes)
-
 
 def _columns(a: Any, width: int, units: int, heads: int) -> int:
     """The columns of an array's block, where a block of the carry has some units of its width."""
@@ -255,14 +305,21 @@ def _columns(a: Any, width: int, units: int, heads: int) -> int:
 
 
 def _plan(
-    platform: str, ins: Any, ys: Any, *, reverse: bool, elementwise: bool, heads: int
+    platform: str,
+    ins: Any,
+    ys: Any,
+    gpu_rows: int,
+    *,
+    reverse: bool,
+    elementwise: bool,
+    heads: int,
 ) -> _Plan:
     shared, rows, carry, xs = ins
     batch, width = jax.tree.leaves(carry)[0].shape
     steps = jax.tree.leaves(xs)[0].shape[0]
     units, ahead = width // heads, 1
     if platform == "cuda":
-        block, chunk = _gpu_rows(shared), steps
+        block, chunk = gpu_rows, steps
         if elementwise:
             units, ahead = math.gcd(width, GPU_UNITS), GPU_AHEAD
     else:
@@ -274,54 +331,68 @@ def _plan(
 def _kernel(plan: _Plan, body: Body, structure: Any) -> Callable[..., None]:
     """What a program does with its blocks: the steps of one block of time, in a loop.
 
-    The state lives in the block of the last carry, which stays where it is from one block of time
-    to the next; the first of them fills it.
+    On a TPU the state lives in the block of the last carry, which stays where it is from one block
+    of time to the next; the first of them fills it.
     """
     steps, chunk, ahead = plan.steps, plan.chunk, plan.ahead
+    gpu = plan.platform == "cuda"
+    ready = in_kernel(body, one_row=gpu and plan.rows == 1)
 
     def kernel(*refs: Any) -> None:
         (shared_ref, rows_ref, carry_ref, xs_ref), (last_ref, ys_ref) = jax.tree.unflatten(
             structure, refs
         )
         i = plan.at(pl.program_id(2))
+        if not gpu:
 
-        @pl.when(pl.program_id(2) == 0)
-        def _() -> None:
-            jax.tree.map(_copy, last_ref, carry_ref)
+            @pl.when(pl.program_id(2) == 0)
+            def _() -> None:
+                jax.tree.map(_copy, last_ref, carry_ref)
 
         shared = jax.tree.map(lambda ref: ref[...] if len(ref.shape) > 1 else ref[0], shared_ref)
         rows = jax.tree.map(lambda ref: ref[...], rows_ref)
         count = chunk if steps % chunk == 0 else jnp.minimum(chunk, steps - i * chunk)
-        ready = in_kernel(body)
 
-        def load(t: Any) -> Any:
+        def time(n: Any) -> Any:
+            """Of the n-th step."""
+            return count - 1 - n if plan.reverse else n
+
+        def load(n: Any) -> Any:
+            t = time(n)
             return jax.tree.map(
                 lambda ref: ref[t] if len(ref.shape) == 3 else ref[i * chunk + t], xs_ref
             )
 
-        def run(n: Any, carry: Any, some: int) -> Any:
-            """Some steps from the n-th on; all their loads come before the first store."""
-            times = [count - 1 - n - k if plan.reverse else n + k for k in range(some)]
-            for t, x_t in [(t, load(t)) for t in times]:
-                carry, y_t = ready(shared, rows, carry, x_t)
-                jax.tree.map(functools.partial(_store, t), ys_ref, y_t)
+        def step(n: Any, carry: Any, x_t: Any) -> Any:
+            carry, y_t = ready(shared, rows, carry, x_t)
+            jax.tree.map(functools.partial(_store, time(n)), ys_ref, y_t)
             return carry
 
-        state = jax.tree.map(lambda ref: ref[...], last_ref)
-        if ahead == 1:
-            state = jax.lax.fori_loop(0, count, lambda n, c: run(n, c, 1), state)
-        else:  # all steps are in one block
+        def run(n: Any, carry: Any, some: int) -> Any:
+            """Some steps from the n-th on; all their loads come before the first store."""
+            for k, x_t in [(k, load(n + k)) for k in range(some)]:
+                carry = step(n + k, carry, x_t)
+            return carry
+
+        def run_one(n: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+            """The n-th step, beside the loads of the next."""
+            carry, x_t = state
+            following = load(jnp.minimum(n + 1, count - 1))
+            return step(n, carry, x_t), following
+
+        # A thread of a GPU does not see what another one has just stored.
+        state = jax.tree.map(lambda ref: ref[...], carry_ref if gpu else last_ref)
+        if ahead > 1:  # all steps are in one block
             whole, rest = divmod(steps, ahead)
             state = jax.lax.fori_loop(0, whole, lambda n, c: run(n * ahead, c, ahead), state)
             state = run(whole * ahead, state, rest)
+        elif gpu:
+            state, _ = jax.lax.fori_loop(0, count, run_one, (state, load(0)))
+        else:
+            state = jax.lax.fori_loop(0, count, lambda n, c: run(n, c, 1), state)
         jax.tree.map(_set, last_ref, state)
 
     return kernel
-
-
-def _gpu_rows(shared: Any) -> int:
-    multiplied = any(a.ndim > 1 and a.shape[-2] > 1 for a in jax.tree.leaves(shared))
-    return GPU_ROWS if multiplied else 1
 
 
 def _copy(to: Any, from_: Any) -> None:

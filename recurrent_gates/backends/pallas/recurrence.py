@@ -2,29 +2,45 @@
 
 Kept are the carries and the pre-activations of all steps; nothing is formed again but the vectors
 that the weights' gradients need, all at once after the backward kernel.
+
+Programs of one row on a GPU join up to four matrices that multiply one vector, with the columns of
+a unit side by side: one product makes the pre-activations of all these slots, and a thread gets all
+of a unit's.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from recurrent_gates.backends.pallas.loop import time_loop
+from recurrent_gates import target
+from recurrent_gates.backends.pallas.loop import OnGpu, on_gpu, time_loop
 from recurrent_gates.backends.shared.accumulation import shifted
 from recurrent_gates.backends.shared.products import (
     Moment,
     Residuals,
+    SlotProduct,
     add,
     gradients,
     recorded_step,
     residuals,
+    slots_of_one_vector,
     step_gradients,
-    step_product,
 )
-from recurrent_gates.declared import Carry, Weights, inputs_dtype
+from recurrent_gates.declared import (
+    Carry,
+    Weights,
+    inputs_dtype,
+    matrix_product,
+    product_of,
+    state_dtype,
+    with_bias,
+)
 from recurrent_gates.scan import Loop
 
 
@@ -41,20 +57,25 @@ def recurrence(elementwise: bool, loop: Loop) -> tuple[Carry, Carry]:
 
 
 def _forward(elementwise: bool, loop: Loop) -> tuple[tuple[Carry, Carry], Residuals]:
+    dtype = inputs_dtype(loop.xs)
+    weights, gpu = resident(loop.params, dtype), programs(elementwise, loop, dtype)
+    held, product_by = _held(loop, weights, dtype, gpu, transposed=False)
+
     def body(shared: Any, reset_carry: Carry, c: Carry, inputs: Any) -> tuple[Carry, Any]:
-        weights, carry_fns = shared
+        held, carry_fns = shared
         z_t, stream_t = inputs
-        own = loop.replace(params=weights, reset_carry=reset_carry, carry_fns=carry_fns)
-        c, pre = recorded_step(own, step_product(weights), z_t, c, stream_t)
+        own = loop.replace(params=held.weights, reset_carry=reset_carry, carry_fns=carry_fns)
+        c, pre = recorded_step(own, product_by(held), z_t, c, stream_t)
         return c, (c, pre)
 
     last, (carries, pre) = time_loop(
         body,
-        (resident(loop.params, inputs_dtype(loop.xs)), loop.carry_fns),
+        (held, loop.carry_fns),
         None if loop.stream.resets is None else loop.reset_carry,
         loop.carry,
         (loop.xs, loop.stream),
         reverse=loop.settings.reverse,
+        gpu=gpu,
         elementwise=elementwise,
         heads=heads_of(loop.params),
     )
@@ -66,12 +87,15 @@ def _backward(elementwise: bool, kept: Residuals, cotangents: tuple[Carry, Carry
     d_last, d_carries = cotangents
     before = shifted(loop.carry, kept.carries, reverse)
 
+    weights, gpu = resident(loop.params, kept.dtype), programs(elementwise, loop, kept.dtype)
+    held, product_by = _held(loop, weights, kept.dtype, gpu, transposed=True)
+
     def body(shared: Any, reset_carry: Carry, state: Any, inputs: Any) -> tuple[Any, Any]:
-        weights, carry_fns = shared
+        held, carry_fns = shared
         d_carry, d_reset = state
         *moment, d_here = inputs
-        own = loop.replace(params=weights, reset_carry=reset_carry, carry_fns=carry_fns)
-        product, d_new = step_product(weights), add(d_carry, d_here)
+        own = loop.replace(params=held.weights, reset_carry=reset_carry, carry_fns=carry_fns)
+        product, d_new = product_by(held), add(d_carry, d_here)
         d = step_gradients(own, product, kept.dtype, Moment(*moment), d_new, skip=True)
         if d_reset is not None:
             d_reset = add(d_reset, d.reset_carry)
@@ -81,11 +105,12 @@ def _backward(elementwise: bool, kept: Residuals, cotangents: tuple[Carry, Carry
     rows, d_rows = (None, None) if loop.stream.resets is None else (loop.reset_carry, zeros)
     (d_carry, d_rows), (d_pre, d_apart) = time_loop(
         body,
-        (resident(loop.params, kept.dtype), loop.carry_fns),
+        (held, loop.carry_fns),
         rows,
         (d_last, d_rows),
         (before, kept.pre, loop.xs, loop.stream, d_carries),
         reverse=not reverse,
+        gpu=gpu,
         elementwise=elementwise,
         heads=heads_of(loop.params),
     )
@@ -109,3 +134,102 @@ def resident(weights: Weights, dtype: Any) -> Weights:
         jax.tree.map(lambda w: w.astype(dtype), weights.matrices),
         *jax.tree.map(lambda w: w[None], (weights.vectors, weights.biases)),
     )
+
+
+# On a GPU.
+
+
+def programs(elementwise: bool, loop: Loop, dtype: Any) -> OnGpu:
+    """The programs of a product loop on a GPU, its products being of ``dtype``."""
+    matrices = loop.params.matrices
+    if elementwise or not matrices:
+        return OnGpu(1, 4)
+    heads = heads_of(loop.params)
+    batch = math.prod(jax.tree.leaves(loop.carry)[0].shape[:-1])
+    size = sum(w.size for w in matrices.values()) // heads
+    return on_gpu(batch, heads, size * jnp.dtype(dtype).itemsize)
+
+
+class Held(NamedTuple):
+    """What the products of a kernel read.
+
+    Attributes:
+      weights: of all slots; a kernel loads of them only what it reads.
+      joined: one matrix for each group of slots, ``[m, 2 n]`` or ``[m, 4 n]`` for those of
+        ``[m, n]``, with the columns of a unit side by side, or its transpose; with heads,
+        ``[N, m, 4 n]``.
+    """
+
+    weights: Weights
+    joined: list[jax.Array]
+
+
+def _held(
+    loop: Loop, weights: Weights, dtype: Any, gpu: OnGpu, *, transposed: bool
+) -> tuple[Held, Callable[[Held], SlotProduct]]:
+    """What the kernels of a loop hold, and the products by it."""
+    groups = _groups(loop, dtype) if gpu.rows == 1 and target.platform() == "gpu" else []
+    joined = [_joined([weights.matrices[slot] for slot in slots]) for slots in groups]
+    if transposed:  # so that the sums on the way back are over rows, as those forward are
+        joined = [jnp.swapaxes(w, -1, -2) for w in joined]
+
+    def product_by(held: Held) -> SlotProduct:
+        done: dict[str, jax.Array] = {}
+
+        def product(slot: str, x: jax.Array, dtype: Any) -> jax.Array:
+            at = next((at for at, slots in enumerate(groups) if slot in slots), None)
+            if at is None:
+                return product_of(held.weights, slot, x, dtype)
+            if slot not in done:
+                by = _transposed_product if transposed else matrix_product
+                out = by(x, held.joined[at], dtype)
+                done.update(zip(groups[at], _parted(out, _width(groups[at])), strict=False))
+            return with_bias(held.weights, slot, done[slot])
+
+        return product
+
+    return Held(weights, joined), product_by
+
+
+def _groups(loop: Loop, dtype: Any) -> list[list[str]]:
+    """Slots by twos, threes and fours whose matrices read one vector and are of one shape."""
+    groups = []
+    for slots in slots_of_one_vector(loop, dtype):
+        shapes = [loop.params.matrices[slot].shape for slot in slots]
+        for shape in dict.fromkeys(shapes):
+            alike = [slot for slot, own in zip(slots, shapes, strict=True) if own == shape]
+            fours = [alike[n : n + 4] for n in range(0, len(alike), 4)]
+            groups += [four for four in fours if len(four) > 1]
+    return groups
+
+
+def _width(slots: list[str]) -> int:
+    """The columns of a unit in the matrix of a group: a power of two."""
+    return 2 if len(slots) == 2 else 4
+
+
+def _joined(matrices: list[jax.Array]) -> jax.Array:
+    """Matrices as one whose columns are a unit's first, then the next one's; three with zeros."""
+    zeros = [jnp.zeros_like(matrices[0])] * (len(matrices) == 3)
+    stacked = jnp.stack([*matrices, *zeros], axis=-1)
+    return stacked.reshape(*stacked.shape[:-2], -1)
+
+
+def _parted(out: jax.Array, width: int) -> list[jax.Array]:
+    """``[..., F]`` of each slot from the product of a group: by halves, which Triton knows."""
+    units = out.shape[-1] // width
+    parts = [out.reshape(*out.shape[:-1], units, *[2] * (width // 2))]
+    for _ in range(width // 2):  # the last axis comes first: a second half is every other slot
+        evens, odds = zip(*(jnp.split(part, 2, axis=-1) for part in parts), strict=True)
+        parts = [half.reshape(half.shape[:-1]) for half in (*evens, *odds)]
+    return parts
+
+
+def _transposed_product(x: jax.Array, transpose: jax.Array, dtype: Any) -> jax.Array:
+    """``matrix_product`` by the transpose of the matrix, or by that of each block."""
+    x, transpose = x.astype(dtype), transpose.astype(dtype)
+    sums = state_dtype(dtype)
+    if transpose.ndim == 2:
+        dims = (((x.ndim - 1,), (1,)), ((), ()))
+        return jax.lax.dot_general(x, transpose, dims, preferred_element_type=sums)
+    return matrix_product(x, jnp.swapaxes(transpose, -1, -2), dtype)

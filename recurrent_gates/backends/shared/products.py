@@ -152,6 +152,23 @@ def merged_products(
     """
     if not (always or merges(loop, transposes=transposes)):
         return ()
+    kernels = loop.params.matrices
+    return tuple(
+        Merged(
+            {slot: kernels[slot].shape[-1] for slot in slots},
+            jnp.concatenate([kernels[slot].astype(dtype) for slot in slots], axis=-1),
+        )
+        for slots in slots_of_one_vector(loop, dtype)
+    )
+
+
+def slots_of_one_vector(loop: Loop, dtype: Any) -> list[list[str]]:
+    """The slots whose matrices multiply one vector, where these are two or more.
+
+    Args:
+      loop: a product loop; of its inputs those that ``update`` reads by themselves, at least.
+      dtype: of the products.
+    """
     inputs = {
         name: jax.ShapeDtypeStruct(value.shape[1:], value.dtype) for name, value in loop.xs.items()
     }
@@ -170,14 +187,7 @@ def merged_products(
     for slot, x in read:
         if slot in kernels:
             groups.setdefault((id(x), kernels[slot].shape[:-1]), []).append(slot)
-    return tuple(
-        Merged(
-            {slot: kernels[slot].shape[-1] for slot in slots},
-            jnp.concatenate([kernels[slot].astype(dtype) for slot in slots], axis=-1),
-        )
-        for slots in groups.values()
-        if len(slots) > 1
-    )
+    return [slots for slots in groups.values() if len(slots) > 1]
 
 
 def step_product(weights: Weights, merged: Sequence[Merged] = ()) -> SlotProduct:

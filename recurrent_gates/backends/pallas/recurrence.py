@@ -58,7 +58,7 @@ def recurrence(elementwise: bool, loop: Loop) -> tuple[Carry, Carry]:
 
 def _forward(elementwise: bool, loop: Loop) -> tuple[tuple[Carry, Carry], Residuals]:
     dtype = inputs_dtype(loop.xs)
-    weights, gpu = resident(loop.params, dtype), programs(elementwise, loop, dtype)
+    weights, gpu = resident(loop.params, dtype), _programs(elementwise, loop, dtype)
     held, product_by = _held(loop, weights, dtype, gpu, transposed=False)
 
     def body(shared: Any, reset_carry: Carry, c: Carry, inputs: Any) -> tuple[Carry, Any]:
@@ -87,7 +87,7 @@ def _backward(elementwise: bool, kept: Residuals, cotangents: tuple[Carry, Carry
     d_last, d_carries = cotangents
     before = shifted(loop.carry, kept.carries, reverse)
 
-    weights, gpu = resident(loop.params, kept.dtype), programs(elementwise, loop, kept.dtype)
+    weights, gpu = resident(loop.params, kept.dtype), _programs(elementwise, loop, kept.dtype)
     held, product_by = _held(loop, weights, kept.dtype, gpu, transposed=True)
 
     def body(shared: Any, reset_carry: Carry, state: Any, inputs: Any) -> tuple[Any, Any]:
@@ -139,7 +139,7 @@ def resident(weights: Weights, dtype: Any) -> Weights:
 # On a GPU.
 
 
-def programs(elementwise: bool, loop: Loop, dtype: Any) -> OnGpu:
+def _programs(elementwise: bool, loop: Loop, dtype: Any) -> OnGpu:
     """The programs of a product loop on a GPU, its products being of ``dtype``."""
     matrices = loop.params.matrices
     if elementwise or not matrices:

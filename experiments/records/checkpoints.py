@@ -271,8 +271,12 @@ class _Loop(asyncio.SelectorEventLoop):
     """Does not mind news when it is closed.
 
     Orbax closes its loop at the first error, and each array that is still being written then
-    meets a closed loop, whose traceback nobody could catch.
+    meets a closed loop, whose traceback nobody could catch. One that had failed by then would say
+    so when its task is collected, be it after all else has been said.
     """
+
+    def call_exception_handler(self, context: Any) -> None:
+        """The first error was raised."""
 
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Any, *args: Any, context: Any = None

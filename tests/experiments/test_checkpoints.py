@@ -1,7 +1,9 @@
 """Checkpoints by themselves: replaced, killed, tidied, damaged."""
 
+import asyncio
 import contextlib
 import errno
+import gc
 import json
 import os
 import shutil
@@ -10,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.records.checkpoints import Checkpoints
+from experiments.records.checkpoints import Checkpoints, _Loop
 from experiments.settings.errors import StorageError, UserError
 
 STATE = {"a": np.arange(4.0), "b": np.int32(3)}
@@ -196,3 +198,21 @@ def test_whole_files_of_another_state_are_damage_too(saved, tmp_path):
     shutil.copytree(eight, seven)
     assert saved.read(7, STATE) is None
     assert same(saved.read(8, STATE), OTHER)
+
+
+def test_only_the_first_of_several_errors_is_said(caplog):
+    """Of arrays that are written at once, whenever the others' tasks are collected."""
+
+    async def fails():
+        raise OSError(errno.EFBIG, "File too large")
+
+    async def first_of_two():
+        second = asyncio.ensure_future(fails())
+        await asyncio.sleep(0)
+        assert second.done()
+        await fails()
+
+    with contextlib.closing(_Loop()) as loop, pytest.raises(OSError, match="too large"):
+        loop.run_until_complete(first_of_two())
+    gc.collect()
+    assert not caplog.records

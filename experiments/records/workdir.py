@@ -447,12 +447,21 @@ def _origin() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The clone's commit, with ``-dirty`` if files differ from it; None outside of git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    """The clone's commit, with ``-dirty`` if files differ from it; None outside of git.
+
+    Nothing is written to the clone: git would refresh its index by the way, and a run that is
+    killed then, or whose disk is full, would leave the index locked.
+    """
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        command = ["git", "--no-optional-locks", *arguments]
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
     try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
+        number = git("rev-parse", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()
+    return f"{number}-dirty" if changed else number

@@ -6,8 +6,10 @@ import functools
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -545,3 +547,18 @@ def test_a_table_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"^cannot write .*table\.md: No space left on device\.$"):
         tables.write(tmp_path / "table.md", "| |")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_commit_is_read_without_writing_to_the_clone(tmp_path, monkeypatch):
+    """Git would refresh its index, under a lock, where a file is as it was but newer."""
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    (tmp_path / "file").write_text("text")
+    for arguments in (["init"], ["add", "."], [*who, "commit", "--message=first"]):
+        subprocess.run(["git", *arguments], cwd=tmp_path, check=True, capture_output=True)
+    os.utime(tmp_path / "file", (1e9, 1e9))
+    index = (tmp_path / ".git" / "index").read_bytes()
+    monkeypatch.setattr(workdir, "__file__", str(tmp_path / "module.py"))
+    assert re.fullmatch("[0-9a-f]{40}", workdir.commit())
+    assert (tmp_path / ".git" / "index").read_bytes() == index
+    (tmp_path / "file").write_text("another")
+    assert workdir.commit().endswith("-dirty")

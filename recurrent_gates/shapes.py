@@ -41,7 +41,7 @@ def all_varying(tree: Any) -> Any:
     return jax.tree.map(vary, tree)
 
 
-def result(shape: Sequence[int], like: jax.Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
+def kernel_result(shape: Sequence[int], like: jax.Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
     """What a kernel returns: varying between the devices of a ``jax.shard_map`` as an array does.
 
     Args:

@@ -228,8 +228,8 @@ def test_sixteen_rows_in_a_program_of_a_gpu(name, as_on_a_gpu, monkeypatch):
 )
 @pytest.mark.parametrize("detach", [False, True])
 def test_one_row_in_a_program_of_a_gpu(name, cell, detach, as_on_a_gpu):
-    how = dict(carry_fns=[rg.Detach(0.5)], noise=[noise(STEPS)]) if detach else {}
-    compare(cell, valid=VALID, resets=RESETS, reverse=detach, **how)
+    functions = dict(carry_fns=[rg.Detach(0.5)], noise=[noise(STEPS)]) if detach else {}
+    compare(cell, valid=VALID, resets=RESETS, reverse=detach, **functions)
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -239,11 +239,11 @@ def test_second_derivatives_are_the_scans(name, gpu, request):
         request.getfixturevalue("as_on_a_gpu")
     cell = CELLS[name]
     params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
-    how = dict(valid=VALID, resets=RESETS)
+    masks = dict(valid=VALID, resets=RESETS)
 
     def penalty(backend, params, xs):
         def loss(xs):
-            return jnp.sum(jnp.sin(rg.unroll(cell, params, xs, backend=backend, **how)[1]))
+            return jnp.sum(jnp.sin(rg.unroll(cell, params, xs, backend=backend, **masks)[1]))
 
         return jnp.sum(jax.grad(loss)(xs) ** 2)
 
@@ -390,6 +390,20 @@ def test_sums_over_features_are_products_in_a_kernel():
     assert_close(in_kernel(both)(x), both(x))
     with pytest.raises(NotImplementedError, match="last axis"):
         in_kernel(lambda x: jnp.cumsum(x, axis=0))(x)
+
+
+def test_products_of_one_row_are_sums_in_a_kernel():
+    row, matrix = array(0, 1, 3), array(1, 3, 5)
+
+    def both(row, matrix):
+        out, pullback = jax.vjp(lambda row: row @ matrix, row)
+        return out, matrix.T @ row.T, pullback(out)[0]
+
+    kernel = in_kernel(both, one_row=True)
+    assert "dot_general" not in str(jax.make_jaxpr(kernel)(row, matrix))
+    assert_close(kernel(row, matrix), both(row, matrix))
+    with pytest.raises(ValueError, match=r"a matrix, got shapes \(2, 3\) and \(3, 5\); use"):
+        in_kernel(jnp.matmul, one_row=True)(array(2, 2, 3), matrix)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")  # jax 0.12

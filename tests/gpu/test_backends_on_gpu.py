@@ -69,8 +69,9 @@ def test_pallas_is_the_scan_on_a_gpu(x32, name, held, monkeypatch):
 
     def run(backend):
         def forward(params, xs, carry):
-            how = dict(lengths=jnp.array([50, 31, 7, 0]), noise=(draws[0, :, 0], draws[1]))
-            return rg.unroll(cell, params, xs, carry, carry_fns=fns, backend=backend, **how)
+            lengths, noise = jnp.array([50, 31, 7, 0]), (draws[0, :, 0], draws[1])
+            driver = functools.partial(rg.unroll, cell, backend=backend, lengths=lengths)
+            return driver(params, xs, carry, carry_fns=fns, noise=noise)
 
         @jax.jit
         def pull(*arrays):

@@ -81,7 +81,10 @@ def _row_product(a: jax.Array, b: jax.Array, dimension_numbers: Any, sums: Any) 
     ((over_a,), (over_b,)), batch = dimension_numbers
     free = [] if a.ndim != 2 or b.ndim != 2 else [a.shape[1 - over_a], b.shape[1 - over_b]]
     if batch != ((), ()) or 1 not in free:
-        raise NotImplementedError("A kernel of one row multiplies a row and a matrix.")
+        raise ValueError(
+            "A GPU's kernel of one row multiplies that row and a matrix, got shapes "
+            f"{a.shape} and {b.shape}; use backend='fused'."
+        )
     first = free[0] == 1
     row, matrix, over = (a, b, over_b) if first else (b, a, over_a)
     # A scan over one element: unlike an elementwise operation Triton does not compute it again in

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from recurrent_gates.backends.pallas.loop import ON_CHIP, compiler_params, on_platform
 from recurrent_gates.backends.shared import two_layer
 from recurrent_gates.declared import Params
-from recurrent_gates.shapes import result
+from recurrent_gates.shapes import kernel_result
 
 MOST_FIRST_LAYER = 4096
 """The largest k times (padded) D that a kernel holds for a block of 128 units."""
@@ -95,7 +95,7 @@ def _forward_call(platform: str, x: Any, r: Any, first: Any, on_r: Any, out: Any
             by_unit,
         ],
         out_specs=pl.BlockSpec((rows, block), lambda u, n: (n, u)),
-        out_shape=result(r.shape, r),
+        out_shape=kernel_result(r.shape, r),
         compiler_params=compiler_params(platform, 2, state=False),
         interpret=platform == "cpu",
     )(x, r, first, on_r, out)
@@ -120,7 +120,7 @@ def _backward_call(
     by_unit = pl.BlockSpec((hidden, block), lambda p, u, n: (0, u))
     by_row = pl.BlockSpec((rows, block), lambda p, u, n: (row(p, n), u))
     part = pl.BlockSpec((1, hidden, block), lambda p, u, n: (p, 0, u))
-    sums = result((parts, *out.shape), r)
+    sums = kernel_result((parts, *out.shape), r)
     d_x, d_r, d_first, d_on_r, d_out = pl.pallas_call(
         functools.partial(_backward_kernel, hidden, rows),
         grid=(parts, unit_blocks, in_turn),
@@ -140,9 +140,9 @@ def _backward_call(
             part,
         ],
         out_shape=[
-            result((unit_blocks, *x.shape), r),
-            result(r.shape, r),
-            result((parts, *first.shape), r),
+            kernel_result((unit_blocks, *x.shape), r),
+            kernel_result(r.shape, r),
+            kernel_result((parts, *first.shape), r),
             sums,
             sums,
         ],

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import triton as pltriton
 
 from recurrent_gates.backends.pallas.body import in_kernel
-from recurrent_gates.shapes import result
+from recurrent_gates.shapes import kernel_result
 
 ON_CHIP = 12 * 2**20
 """Bytes of VMEM that the blocks of a kernel may take: what Mosaic grants by default (16 MB) less
@@ -195,16 +195,15 @@ def _call(
 ) -> tuple[Any, Any]:
     """The kernel of one platform: a plan of its blocks, and the loop inside of one of them."""
     steps = jax.tree.leaves(xs)[0].shape[0]
-    step = shared, rows, carry, jax.tree.map(lambda a: a[0], xs)
-    step = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), step)
-    y_t = jax.eval_shape(body, *step)[1]
+    arguments = shared, rows, carry, jax.tree.map(lambda a: a[0], xs)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments)
+    y_t = jax.eval_shape(body, *shapes)[1]
     one = jax.tree.leaves(carry)[0]
-    ys = jax.tree.map(lambda a: result((steps, *a.shape), one, a.dtype), y_t)
-    last = jax.tree.map(lambda a: result(a.shape, a), carry)
+    ys = jax.tree.map(lambda a: kernel_result((steps, *a.shape), one, a.dtype), y_t)
+    last = jax.tree.map(lambda a: kernel_result(a.shape, a), carry)
 
     ins, out = (shared, rows, carry, xs), (last, ys)
-    how: Any = dict(reverse=reverse, elementwise=elementwise, heads=heads)
-    plan = _plan(platform, ins, ys, gpu.rows, **how)
+    plan = _plan(platform, ins, ys, gpu.rows, reverse=reverse, elementwise=elementwise, heads=heads)
     shared = jax.tree.map(lambda a: a if a.ndim > 1 else a.reshape(1), shared)
     ins = (shared, rows, carry, xs)
     specs = (

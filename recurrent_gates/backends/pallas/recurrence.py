@@ -59,7 +59,7 @@ def recurrence(elementwise: bool, loop: Loop) -> tuple[Carry, Carry]:
 def _forward(elementwise: bool, loop: Loop) -> tuple[tuple[Carry, Carry], Residuals]:
     dtype = inputs_dtype(loop.xs)
     weights, gpu = resident(loop.params, dtype), _programs(elementwise, loop, dtype)
-    held, product_by = _held(loop, weights, dtype, gpu, transposed=False)
+    held, product_by = _kernel_weights(loop, weights, dtype, gpu, transposed=False)
 
     def body(shared: Any, reset_carry: Carry, c: Carry, inputs: Any) -> tuple[Carry, Any]:
         held, carry_fns = shared
@@ -88,7 +88,7 @@ def _backward(elementwise: bool, kept: Residuals, cotangents: tuple[Carry, Carry
     before = shifted(loop.carry, kept.carries, reverse)
 
     weights, gpu = resident(loop.params, kept.dtype), _programs(elementwise, loop, kept.dtype)
-    held, product_by = _held(loop, weights, kept.dtype, gpu, transposed=True)
+    held, product_by = _kernel_weights(loop, weights, kept.dtype, gpu, transposed=True)
 
     def body(shared: Any, reset_carry: Carry, state: Any, inputs: Any) -> tuple[Any, Any]:
         held, carry_fns = shared
@@ -150,7 +150,7 @@ def _programs(elementwise: bool, loop: Loop, dtype: Any) -> OnGpu:
     return on_gpu(batch, heads, size * jnp.dtype(dtype).itemsize)
 
 
-class Held(NamedTuple):
+class KernelWeights(NamedTuple):
     """What the products of a kernel read.
 
     Attributes:
@@ -164,16 +164,16 @@ class Held(NamedTuple):
     joined: list[jax.Array]
 
 
-def _held(
+def _kernel_weights(
     loop: Loop, weights: Weights, dtype: Any, gpu: OnGpu, *, transposed: bool
-) -> tuple[Held, Callable[[Held], SlotProduct]]:
+) -> tuple[KernelWeights, Callable[[KernelWeights], SlotProduct]]:
     """What the kernels of a loop hold, and the products by it."""
     groups = _groups(loop, dtype) if gpu.rows == 1 and target.platform() == "gpu" else []
-    joined = [_joined([weights.matrices[slot] for slot in slots]) for slots in groups]
+    joined = [_joined_matrix([weights.matrices[slot] for slot in slots]) for slots in groups]
     if transposed:  # so that the sums on the way back are over rows, as those forward are
         joined = [jnp.swapaxes(w, -1, -2) for w in joined]
 
-    def product_by(held: Held) -> SlotProduct:
+    def product_by(held: KernelWeights) -> SlotProduct:
         done: dict[str, jax.Array] = {}
 
         def product(slot: str, x: jax.Array, dtype: Any) -> jax.Array:
@@ -183,12 +183,13 @@ def _held(
             if slot not in done:
                 by = _transposed_product if transposed else matrix_product
                 out = by(x, held.joined[at], dtype)
-                done.update(zip(groups[at], _parted(out, _width(groups[at])), strict=False))
+                products = _slot_products(out, _columns_of_a_unit(groups[at]))
+                done.update(zip(groups[at], products, strict=False))  # of three slots without zeros
             return with_bias(held.weights, slot, done[slot])
 
         return product
 
-    return Held(weights, joined), product_by
+    return KernelWeights(weights, joined), product_by
 
 
 def _groups(loop: Loop, dtype: Any) -> list[list[str]]:
@@ -203,19 +204,19 @@ def _groups(loop: Loop, dtype: Any) -> list[list[str]]:
     return groups
 
 
-def _width(slots: list[str]) -> int:
+def _columns_of_a_unit(slots: list[str]) -> int:
     """The columns of a unit in the matrix of a group: a power of two."""
     return 2 if len(slots) == 2 else 4
 
 
-def _joined(matrices: list[jax.Array]) -> jax.Array:
+def _joined_matrix(matrices: list[jax.Array]) -> jax.Array:
     """Matrices as one whose columns are a unit's first, then the next one's; three with zeros."""
     zeros = [jnp.zeros_like(matrices[0])] * (len(matrices) == 3)
     stacked = jnp.stack([*matrices, *zeros], axis=-1)
     return stacked.reshape(*stacked.shape[:-2], -1)
 
 
-def _parted(out: jax.Array, width: int) -> list[jax.Array]:
+def _slot_products(out: jax.Array, width: int) -> list[jax.Array]:
     """``[..., F]`` of each slot from the product of a group: by halves, which Triton knows."""
     units = out.shape[-1] // width
     parts = [out.reshape(*out.shape[:-1], units, *[2] * (width // 2))]

@@ -268,25 +268,20 @@ def _quiet() -> Iterator[None]:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Does not mind news when it is closed.
+    """Is closed once all that was begun has ended.
 
-    Orbax closes its loop at the first error, and each array that is still being written then
-    meets a closed loop, whose traceback nobody could catch. One that had failed by then would say
-    so when its task is collected, be it after all else has been said.
+    Orbax closes its loop at the first error. An array that is still being written would put its
+    file back into a directory that is being removed, and say its error when nobody could catch it.
     """
 
-    def call_exception_handler(self, context: Any) -> None:
-        """The first error was raised."""
+    def close(self) -> None:
+        """Waits for the tasks first; only the first error was raised."""
+        while tasks := () if self.is_closed() else asyncio.all_tasks(self):
+            self.run_until_complete(asyncio.wait(tasks))
+        super().close()
 
-    def call_soon_threadsafe(  # type: ignore[override]
-        self, callback: Any, *args: Any, context: Any = None
-    ) -> asyncio.Handle:
-        try:
-            return super().call_soon_threadsafe(callback, *args, context=context)
-        except RuntimeError:
-            if not self.is_closed():
-                raise
-            return asyncio.Handle(callback, args, self, context)
+    def call_exception_handler(self, context: Any) -> None:
+        """Says nothing of a task's error that nobody asked for."""
 
 
 class _Policy(asyncio.DefaultEventLoopPolicy):

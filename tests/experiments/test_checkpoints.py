@@ -216,3 +216,22 @@ def test_only_the_first_of_several_errors_is_said(caplog):
         loop.run_until_complete(first_of_two())
     gc.collect()
     assert not caplog.records
+
+
+def test_writes_end_before_their_loop_is_closed(tmp_path):
+    """Their directory is removed then; nothing may put it back."""
+
+    async def writes():
+        await asyncio.sleep(0.05)
+        (tmp_path / "late").touch()
+
+    async def fails_beside_a_write():
+        writing.append(asyncio.ensure_future(writes()))
+        await asyncio.sleep(0)
+        raise OSError(errno.EFBIG, "File too large")
+
+    writing = []
+    with contextlib.closing(_Loop()) as loop, pytest.raises(OSError, match="too large"):
+        loop.run_until_complete(fails_beside_a_write())
+    assert writing[0].done() and loop.is_closed()
+    assert os.listdir(tmp_path) == ["late"]

@@ -10,8 +10,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# One process per core; a file stays in one process, so that its compilations are shared.
-PYTEST_FLAGS ?= --numprocesses=auto --dist=loadfile
+# One process per core; a file stays in one process, so that its compilations are shared. In their
+# order the long files of the experiments come first, and no core waits for one of them at the end.
+PYTEST_FLAGS ?= --numprocesses=auto --dist=loadfile --no-loadscope-reorder
 
 QUICK = tests/test_cells.py tests/test_export.py tests/test_foreign_cells.py tests/test_golden.py \
         tests/test_layers.py tests/test_package.py tests/test_scan.py tests/test_trees.py \

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jax.test_util import check_grads
 
@@ -143,13 +144,7 @@ def check_replay(
 
 def _act(cell: Cell, params: Params, xs: jax.Array, dones: jax.Array) -> tuple[Carry, jax.Array]:
     """The carry after the last step, and the outputs, of one step at a time."""
-
-    @jax.jit
-    def step(carry: Carry, x: jax.Array) -> tuple[Carry, jax.Array]:
-        z = cell.project(params, x)
-        carry = cell.step(params, carry, z)
-        return carry, cell.emit(params, carry, z)
-
+    step = _stepper(cell, params)
     start = cell.initial(xs.shape[1:-1])
     carry, kept, ys = start, start, []
     for x, done in zip(xs, dones, strict=True):
@@ -206,14 +201,17 @@ def _require(condition: Any, sentence: str) -> None:
 def _require_close(got: Any, want: Any, tolerance: float, sentence: str) -> None:
     same = _structure(got) == _structure(want)
     _require(same, f"{sentence} (structures {_structure(got)} and {_structure(want)})")
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    for a, b in zip(*map(_numbers, (got, want)), strict=True):
         _require(a.shape == b.shape, f"{sentence} (shapes {a.shape} and {b.shape})")
         if a.size:
-            if not jnp.issubdtype(b.dtype, jnp.inexact):  # a counter, a mask
-                a, b = a.astype(float), b.astype(float)
-            scale = jnp.maximum(jnp.max(jnp.abs(b)), 1e-3)
-            worst = float(jnp.max(jnp.abs(a - b)) / scale)
+            worst = np.max(np.abs(a - b)) / np.maximum(np.max(np.abs(b)), 1e-3)
             _require(worst <= tolerance, f"{sentence} (relative difference {worst:.1e})")
+
+
+def _numbers(tree: Any) -> list[np.ndarray[Any, Any]]:
+    """The leaves in double precision, counters and masks too: NumPy has nothing to compile."""
+    arrays = map(np.asarray, jax.tree.leaves(tree))
+    return [a.astype(np.promote_types(a.dtype, np.float64)) for a in arrays]
 
 
 def _describe(tree: Any) -> Any:
@@ -227,7 +225,7 @@ def _structure(tree: Any) -> Any:
 def _check_flax_init(cell: Cell, params: Any, carry: Any, xs: jax.Array) -> None:
     name = type(cell).__name__
     _require(isinstance(params, dict), f"{name}.init_params must return a dict.")
-    created = cell.init(jax.random.key(1), carry, xs[0]).get("params", {})
+    created = jax.eval_shape(cell.init, jax.random.key(1), carry, xs[0]).get("params", {})
     _require(
         _describe(created) == _describe(params),
         f"{name}.init and init_params must give the same tree of parameters.",
@@ -236,7 +234,9 @@ def _check_flax_init(cell: Cell, params: Any, carry: Any, xs: jax.Array) -> None
 
 def _check_step(cell: Cell, params: Any, carry: Any, xs: jax.Array) -> None:
     name = type(cell).__name__
-    new = cell.step(params, carry, cell.project(params, xs[0]))
+    new = jax.eval_shape(
+        lambda params, x: cell.step(params, carry, cell.project(params, x)), params, xs[0]
+    )
     _require(
         _structure(new) == _structure(carry) and _describe(new) == _describe(carry),
         f"{name}.step must keep the carry's structure, shapes and dtypes: "
@@ -253,7 +253,7 @@ def _check_promises(cell: Cell, params: Any, xs: jax.Array) -> None:
     """What ``sums``, ``diagonal`` and ``linear`` say, of the step after xs ``[T, D]``."""
     name, fields = type(cell).__name__, summed_fields(cell)
     carry, _ = _loop(cell, params, cell.initial(()), xs[:-1])
-    z = cell.project(params, xs[-1])
+    z = jax.jit(cell.project)(params, xs[-1])
 
     if cell.linear:
         _check_linear(name, lambda carry: cell.step(params, carry, z), carry)
@@ -265,43 +265,48 @@ def _check_promises(cell: Cell, params: Any, xs: jax.Array) -> None:
     if cell.sums is not None:
         increment = cell.sums.increment
         summed = {field: getattr(carry, field) for field in fields}
-        slopes = jax.jacobian(
+        slopes = _jacobian(
             lambda summed: (
                 fed_back(carry._replace(**summed)),
                 increment(params, carry._replace(**summed), z),
-            )
-        )(summed)
+            ),
+            summed,
+        )
         _require(
-            not any(jnp.any(leaf) for leaf in jax.tree.leaves(slopes)),
+            not any(np.any(leaf) for leaf in jax.tree.leaves(slopes)),
             f"{name}: neither recur nor increment of its sums may read the fields {fields}.",
         )
         _check_bound(name, cell.sums, carry, increment(params, carry, z))
         carry = carry._replace(**dict.fromkeys(fields))
     if not cell.diagonal:
         return
-    leaves, slopes = jax.tree.leaves(carry), jax.tree.leaves(jax.jacobian(fed_back)(carry))
+    leaves, slopes = jax.tree.leaves(carry), jax.tree.leaves(_jacobian(fed_back, carry))
     for index, block in enumerate(slopes):
         to, of = divmod(index, len(leaves))
         slope = block.reshape(leaves[to].size, leaves[of].size)
         if to == of:
-            slope = slope - jnp.diag(jnp.diag(slope))
+            slope = slope - np.diag(np.diag(slope))
         _require(
-            not jnp.any(slope),
+            not np.any(slope),
             f"{name} says that it is diagonal, but its units interact.",
         )
 
 
+def _jacobian(function: Callable[[Any], Any], at: Any) -> Any:
+    """In NumPy; compiled, as each of its operations would be by itself."""
+    return jax.device_get(jax.jit(jax.jacobian(function))(at))
+
+
 def _check_linear(name: str, step: Callable[[Carry], Carry], carry: Carry) -> None:
     """That a step is affine in the carry, unit by unit."""
-    here, there = (
-        jax.jacobian(step)(carry) for carry in (carry, jax.tree.map(lambda c: 2 * c + 1, carry))
-    )
+    further = jax.tree.map(lambda c: 2 * np.asarray(c) + 1, carry)
+    here, there = (_jacobian(step, at) for at in (carry, further))
     sentence = f"{name} says that it is linear, but a slope of its step depends on the carry"
     _require_close(there, here, 1e-5, sentence)
     for block in jax.tree.leaves(here):
         width = block.shape[-1]
         _require(
-            block.shape == (width, width) and not jnp.any(block - jnp.diag(jnp.diag(block))),
+            block.shape == (width, width) and not np.any(block - np.diag(np.diag(block))),
             f"{name} says that it is linear, but its units interact.",
         )
 
@@ -320,13 +325,24 @@ def _check_bound(name: str, sums: Sums, carry: Any, added: Any) -> None:
         )
 
 
-def _loop(cell: Cell, params: Any, carry: Any, xs: jax.Array) -> tuple[Any, Any]:
-    ys = []
-    for x in xs:
+def _stepper(cell: Cell, params: Params) -> Callable[[Carry, jax.Array], tuple[Carry, Any]]:
+    """(carry, x) -> (the next carry, y), compiled."""
+
+    @jax.jit
+    def step(carry: Carry, x: jax.Array) -> tuple[Carry, Any]:
         z = cell.project(params, x)
         carry = cell.step(params, carry, z)
-        ys.append(cell.emit(params, carry, z))
-    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *ys)
+        return carry, cell.emit(params, carry, z)
+
+    return step
+
+
+def _loop(cell: Cell, params: Any, carry: Any, xs: jax.Array) -> tuple[Any, Any]:
+    step, ys = _stepper(cell, params), []
+    for x in xs:
+        carry, y = step(carry, x)
+        ys.append(y)
+    return carry, jax.tree.map(lambda *leaves: np.stack(leaves), *ys)
 
 
 def _check_time(cell: Cell, params: Any, xs: jax.Array, tolerance: float) -> None:
@@ -356,19 +372,22 @@ def _check_masks(cell: Cell, params: Any, xs: jax.Array, tolerance: float) -> No
     name = type(cell).__name__
     run = jax.jit(lambda xs, **masks: unroll(cell, params, xs, **masks))
     lengths = jnp.array([0, 2, _STEPS])
-    carry, ys = run(xs.at[2:, 1].set(jnp.nan), lengths=lengths)
+    padded = np.array(xs)
+    padded[2:, 1] = np.nan
+    carry, ys = run(padded, lengths=lengths)
     whole, _ = run(xs[:, 2:])
     short, want = run(xs[:2, 1:2])
     rows = [cell.initial((1,)), short, whole]
-    joined = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *rows)
+    joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *rows)
     _require_close(
         carry, joined, tolerance, f"{name}: padding must hold the carry, NaN in it included"
     )
+    ys = jax.device_get(ys)
     before = jax.tree.map(lambda y: y[:2, 1:2], ys)
     _require_close(before, want, tolerance, f"{name}: outputs before padding must not depend on it")
-    padding = (jnp.any(y[2:, 1]) for y in jax.tree.leaves(ys))
+    padding = (np.any(y[2:, 1]) for y in jax.tree.leaves(ys))
     _require(not any(padding), f"{name}: outputs at padding must be zeros.")
-    resets = jnp.zeros((_STEPS, _BATCH), bool).at[2].set(True)
+    resets = np.arange(_STEPS)[:, None].repeat(_BATCH, axis=1) == 2
     _require_close(
         run(xs, resets=resets)[0],
         run(xs[2:])[0],
@@ -394,7 +413,7 @@ def _check_gradients(cell: Cell, params: Any, xs: jax.Array, *, differences: boo
             f"{name}: gradients do not match finite differences: {error}"
         ) from error
     large = jax.grad(run, argnums=(0, 1))(params, 1e4 * xs)
-    finite = all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(large))
+    finite = all(np.isfinite(leaf).all() for leaf in jax.device_get(jax.tree.leaves(large)))
     _require(finite, f"{name}: gradients must stay finite at inputs of 1e4.")
 
 
@@ -402,15 +421,15 @@ def _check_layers(cell: Cell, xs: jax.Array, tolerance: float) -> None:
     name = type(cell).__name__
     xs = jnp.moveaxis(xs, 0, 1)
     theirs, ours = nn.RNN(cell), RNN(cell)
-    variables = theirs.init(jax.random.key(2), xs)
-    created = ours.init(jax.random.key(2), xs)
+    variables = jax.jit(theirs.init)(jax.random.key(2), xs)
+    created = jax.eval_shape(ours.init, jax.random.key(2), xs)
     _require(
         _describe(created) == _describe(variables),
         f"{name}: RNN and nn.RNN must have the same parameters.",
     )
     _require_close(
-        ours.apply(variables, xs),
-        theirs.apply(variables, xs),
+        jax.jit(ours.apply)(variables, xs),
+        jax.jit(theirs.apply)(variables, xs),
         tolerance,
         f"{name}: RNN must equal nn.RNN",
     )

@@ -8,7 +8,7 @@ import pytest
 import recurrent_gates as rg
 from recurrent_gates.backends.shared import two_layer
 from recurrent_gates.scan import Loop, Settings
-from tests.support import array, assert_close, parameters, state
+from tests.support import array, assert_close, parameters, quick_jit, state
 from tests.test_gato import Doubled
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -47,14 +47,24 @@ def by_hand(x, r, first, on_r, out, d):
     return total, (d_x, d_r, d_first, d_on_r, d_out)
 
 
+def pull(form):
+    """(d, *operands) -> the sum and all its gradients."""
+
+    def pulled(d, *operands):
+        total, pullback = jax.vjp(form, *operands)
+        return total, pullback(d)
+
+    return pulled
+
+
 @FORMS
 @pytest.mark.parametrize("rows", [1, 15, 16, 97, 200])
 @pytest.mark.parametrize("features", [1, 4])
 def test_value_and_gradients(form, rows, features, monkeypatch):
     monkeypatch.setattr(two_layer, "_PRODUCTS", 32 * 16 * UNITS)  # of 32 rows
     x, r, d = (array(4, rows, features), array(5, rows, UNITS), array(6, rows, UNITS))
-    total, pullback = jax.vjp(form, x, r, *weights(features))
-    assert_close((total, pullback(d)), by_hand(x, r, *weights(features), d))
+    actual = quick_jit(pull(form))(d, x, r, *weights(features))
+    assert_close(actual, by_hand(x, r, *weights(features), d))
 
 
 @FORMS
@@ -62,16 +72,12 @@ def test_lanes(form):
     """Under vmap, with weights of their own or shared."""
     x, r, d = array(7, 2, 20, 3), array(8, 2, 20, UNITS), array(9, 2, 20, UNITS)
     own = jax.tree.map(lambda a: jnp.stack([a, 2 * a]), weights(3))
-
-    def run(x, r, d, *w):
-        total, pullback = jax.vjp(form, x, r, *w)
-        return total, pullback(d)
-
-    together = jax.vmap(run)(x, r, d, *own)
+    together = quick_jit(jax.vmap(pull(form)))(d, x, r, *own)
     for lane in range(2):
         expected = by_hand(x[lane], r[lane], *[w[lane] for w in own], d[lane])
         assert_close(jax.tree.map(lambda a: a[lane], together), expected)  # noqa: B023
-    shared = jax.vmap(run, in_axes=(0, 0, 0, None, None, None))(x, r, d, *weights(3))
+    in_axes = (0, 0, 0, None, None, None)
+    shared = quick_jit(jax.vmap(pull(form), in_axes))(d, x, r, *weights(3))
     assert_close(jax.tree.map(lambda a: a[1], shared), by_hand(x[1], r[1], *weights(3), d[1]))
 
 
@@ -79,8 +85,8 @@ def test_lanes(form):
 def test_what_is_not_a_number_stays_so(form):
     x, r, d = array(10, 20, 2), array(11, 20, UNITS), jnp.ones((20, UNITS))
     r = r.at[3, 1].set(jnp.nan)
-    total, pullback = jax.vjp(form, x, r, *weights(2))
-    _, d_r, d_first, d_on_r, d_out = pullback(d)
+    total, slopes = quick_jit(pull(form))(d, x, r, *weights(2))
+    _, d_r, d_first, d_on_r, d_out = slopes
     assert jnp.isnan(total[3, 1]) and jnp.isnan(d_on_r[:, 1]).all() and jnp.isnan(d_out[:, 1]).all()
     others = np.arange(UNITS) != 1
     assert jnp.isfinite(total[:, others]).all() and jnp.isfinite(d_first[:, :, others]).all()
@@ -105,7 +111,7 @@ def test_few_inputs_and_many_give_what_a_scan_gives(inputs, bias_vectors):
             last, ys = rg.unroll(cell, params, xs, carry, backend=backend)
             return jnp.vdot(ys, d) + sum(jnp.sum(a**2) for a in last)
 
-        return jax.value_and_grad(loss, argnums=(0, 1, 2))(params, xs, carry)
+        return quick_jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(params, xs, carry)
 
     assert_close(run("fused"), run("scan"))
 

@@ -16,6 +16,7 @@ from absl.flags import Error
 from experiments.copy.settings import COPY
 from experiments.settings.errors import UserError
 from experiments.settings.resolver import resolve
+from recurrent_gates.backends.native import library
 
 ROOT = Path(__file__).parents[2]
 COMPILED = tempfile.mkdtemp()  # programs that the binaries compile, instead of the user's cache
@@ -70,6 +71,15 @@ def refusal(function, *arguments):
         function(*arguments)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def own_caches(monkeypatch, folder):
+    """Caches that are empty but for the kernels, which take seconds to compile."""
+    own = folder / "recurrent_gates"
+    own.mkdir(parents=True)
+    for kernels in library._directory().glob("*.so"):
+        (own / kernels.name).symlink_to(kernels)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 
 
 def command(*flags, module="experiments.copy"):

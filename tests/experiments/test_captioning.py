@@ -4,6 +4,7 @@ import builtins
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -231,7 +232,14 @@ def learner(request):
 
 def window(task, count, seed=0):
     rows = type("Rows", (), {"numbers": jnp.arange(count, dtype=jnp.int32), "count": count})
-    return task.draw(None, None, (), jax.random.key(seed), jnp.int32(0), rows)[0]
+    return jax.jit(lambda key, step: task.draw(None, None, (), key, step, rows)[0])(
+        jax.random.key(seed), jnp.int32(0)
+    )
+
+
+def told(learner, params, pictures, captions):
+    """The log-probabilities of captions ``[N, C, T]``, compiled."""
+    return jax.jit(lambda *operands: learner.apply(*operands).log_p)(params, pictures, captions)
 
 
 def test_padding_changes_no_loss_and_no_gradient(learner):
@@ -263,11 +271,13 @@ def test_what_is_said_is_what_is_scored(learner):
     task = learner.task
     batch = window(task, 3)
     caption = batch.captions[:, :1]
-    said = learner.apply(params, batch.pictures, caption).log_p[:, 0]
-    memory, carry = learner.apply(params, batch.pictures, 1, method="start")
+    said = told(learner, params, batch.pictures, caption)[:, 0]
+    start, follow = (functools.partial(learner.apply, method=of) for of in ("start", "follow"))
+    memory, carry = jax.jit(start, static_argnums=2)(params, batch.pictures, 1)
+    follow = jax.jit(follow)
     words = jnp.full(3, END, jnp.int32)
     for time in range(6):
-        carry, log_p = learner.apply(params, memory, words, carry, method="follow")
+        carry, log_p = follow(params, memory, words, carry)
         np.testing.assert_allclose(log_p, said[:, time], rtol=2e-5, atol=1e-6)
         words = caption[:, 0, time]
 
@@ -279,7 +289,8 @@ def test_a_memory_begins_as_its_cell_has_it(cell):
     made.load()
     params = made.initial().params
     batch = window(made.task, 2)
-    _, carry = made.apply(params, batch.pictures, 2, method="start")
+    start = functools.partial(made.apply, method="start")
+    _, carry = jax.jit(start, static_argnums=2)(params, batch.pictures, 2)
     fresh = made.cell.initial((4,))
     for name in fresh._fields:
         value, before = getattr(carry.state, name), getattr(fresh, name)
@@ -290,7 +301,7 @@ def test_a_memory_begins_as_its_cell_has_it(cell):
             np.testing.assert_array_equal(value, before)
     asked = carry.state.memory.reshape(4, -1) if cell == "rmc" else carry.state.h
     np.testing.assert_array_equal(carry.query, asked)
-    said = made.apply(params, batch.pictures, batch.captions[:, :1]).log_p
+    said = told(made, params, batch.pictures, batch.captions[:, :1])
     assert np.isfinite(said).all()
 
 
@@ -300,9 +311,10 @@ def test_a_beam_scores_at_least_what_is_greedy(learner):
 
     def score(task):
         words = jax.jit(lambda: task.say(learner.apply, params, batch.pictures, 4))()
-        said = learner.apply(params, batch.pictures, words[:, None]).log_p[:, 0]
-        chosen = jnp.take_along_axis(said, words[..., None], axis=-1)[..., 0]
-        counted = np.cumsum(np.asarray(words) == END, axis=1) - (np.asarray(words) == END) == 0
+        words = np.asarray(words)
+        said = told(learner, params, batch.pictures, words[:, None])[:, 0]
+        chosen = np.take_along_axis(np.asarray(said), words[..., None], axis=-1)[..., 0]
+        counted = np.cumsum(words == END, axis=1) - (words == END) == 0
         return np.where(counted, chosen, 0).sum(axis=1)
 
     wide = score(dataclasses.replace(learner.task, beam=4))
@@ -314,11 +326,11 @@ def test_a_blind_decoder_sees_nothing():
     made.load()
     batch = window(made.task, 3)
     params = made.initial().params
-    said = made.apply(params, batch.pictures, batch.captions[:1].repeat(3, axis=0)).log_p
+    said = told(made, params, batch.pictures, batch.captions[:1].repeat(3, axis=0))
     np.testing.assert_array_equal(said[0], said[1])
     seeing = Learner(config())
     seeing.load()
-    said = seeing.apply(params, batch.pictures, batch.captions[:1].repeat(3, axis=0)).log_p
+    said = told(seeing, params, batch.pictures, batch.captions[:1].repeat(3, axis=0))
     assert np.abs(said[0] - said[1]).max() > 1e-4
 
 
@@ -328,7 +340,9 @@ def test_held_out_scores_count_each_picture_once(learner):
     task = learner.task
     parts = learner.data
     whole = parts["test"]
-    total, weight = task.loss(learner.apply, params, whole, (), False).sums["loss"]
+    total, weight = jax.jit(
+        lambda params, whole: task.loss(learner.apply, params, whole, (), False).sums["loss"]
+    )(params, whole)
     state = learner.initial()._replace(params=params, best=None)
     scores = learner.final_scores(state)
     np.testing.assert_allclose(scores["loss"], total / weight, rtol=1e-5)
@@ -339,7 +353,7 @@ def test_held_out_scores_count_each_picture_once(learner):
 
 
 @pytest.mark.parametrize("settings", [{"seeds": 3}, {**ATTENDING, "detach_prob": 0.4}])
-def test_a_stopped_run_ends_with_the_same_bits(tmp_path, settings, monkeypatch):
+def test_a_stopped_run_ends_with_the_same_bits(learners, tmp_path, settings, monkeypatch):
     run = config(**settings)
     loop.run(run, tmp_path / "whole")
     with monkeypatch.context() as context:

@@ -18,7 +18,7 @@ from experiments.datasets import captions
 from experiments.settings.errors import UserError
 from experiments.settings.resolver import resolve
 from experiments.training.learner import Learner
-from tests.experiments.support import ROOT, environment, run_source
+from tests.experiments.support import ROOT, environment, own_caches, run_source
 
 PARTS = {"train": 12, "val": 4, "test": 4}  # 20 pictures
 
@@ -72,7 +72,7 @@ MAKERS = {"coco": coco, "flickr8k": flickr8k}
 @pytest.fixture(autouse=True)
 def no_prepared_sets(tmp_path, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "prepared"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    own_caches(monkeypatch, tmp_path / "caches")
     pictures.corpus.cache_clear()
 
 

@@ -162,7 +162,7 @@ def test_the_reading_can_be_given(own, tmp_path, capsys):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(learners, tmp_path_factory):
     """The workdirs of an LSTM with rates of which one diverged, and of a cell without gates."""
     directory = tmp_path_factory.mktemp("runs")
     loop.run(tiny(cell="lstm", seeds=2, learning_rates=(1e-1, 1e30)), directory / "lstm")

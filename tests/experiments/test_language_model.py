@@ -87,9 +87,14 @@ def long_unroll(learner, params, tokens, resets):
     return -log_p[np.arange(len(tokens) - 1), tokens[1:]]
 
 
-@pytest.mark.parametrize("readers", [1, 3, 7])
-@pytest.mark.parametrize("window", [1, 6, 40])
-@pytest.mark.parametrize("backend", ["scan", "fused"])
+@pytest.mark.parametrize(
+    ("readers", "window", "backend"),
+    [  # every pair of two of them
+        (readers, window, ("scan", "fused")[(a + b) % 2])
+        for a, readers in enumerate([1, 3, 7])
+        for b, window in enumerate([1, 6, 40])
+    ],
+)
 def test_a_part_in_windows_is_one_long_unroll(readers, window, backend):
     learner, state = started(
         test_readers=readers, reading_window=window, backend=backend, reset_at_articles=True
@@ -249,7 +254,7 @@ def test_a_rescaled_rate_moves_parameters_by_so_much(corpus):
         assert np.abs(plain).max() > 1e3 * rounding.max()  # so that it is seen
 
 
-def test_a_run_that_was_stopped_ends_with_the_same_bits(tmp_path):
+def test_a_run_that_was_stopped_ends_with_the_same_bits(learners, tmp_path):
     run = config(window_deviation=2.0, short_window_prob=0.3, embedding_dropout=0.2)
     loop.run(run, tmp_path / "whole")
     with mock.patch.object(loop, "stopping", lambda: _Context(StopAfter(5))):

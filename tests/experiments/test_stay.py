@@ -18,7 +18,7 @@ from experiments.training.learner import Learner
 from experiments.training.supervised import Batch
 from recurrent_gates.gru_d import gru_d_inputs
 from tests.experiments import stay_files
-from tests.experiments.support import assert_drawn
+from tests.experiments.support import assert_drawn, own_caches
 
 TINY = {
     "cell": "gru",
@@ -37,7 +37,7 @@ def resolve(protocol="small", **settings):
 @pytest.fixture
 def cinc(monkeypatch, tmp_path):
     """A data directory with 60 stays in the form of CinC 2012."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    own_caches(monkeypatch, tmp_path / "caches")
     return stay_files.write_cinc(tmp_path / "data", 60)
 
 
@@ -335,7 +335,7 @@ def test_settings_that_cannot_be():
 
 def test_stays_of_one_kind_cannot_be_ranked(monkeypatch, tmp_path):
     """Ten stays: one of them is all that a held-out part has."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    own_caches(monkeypatch, tmp_path / "caches")
     folder = stay_files.write_cinc(tmp_path / "data", 10)
     task = resolve(dataset="cinc2012", data_dir=str(folder), batch_size=2).task
     sentence = r"has too few stays: those of the validation part .* but it has 1 of one kind\.$"

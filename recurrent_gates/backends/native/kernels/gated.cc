@@ -143,6 +143,7 @@ enum class Split { kAlone, kRows, kUnits, kInPlace };
 constexpr int64_t kOwnCache = 3 << 18;     // bytes of a core's own cache, for weights
 constexpr int64_t kLeastOfStep = 60000;    // multiply-adds, from which a barrier is little
 constexpr int kPartsOfThread = 4;          // of what is shared: one thread may come late
+constexpr int kOwnParts = 6;               // of weights in place that a thread's cache may hold
 constexpr int64_t kFewRows = 6;            // of all steps, for which weights are not packed,
 constexpr int64_t kFewRowsBack = 12;       // nor transposed for the way back
 
@@ -192,11 +193,18 @@ bool at_once(const Arrays& a, Split how) {
 int team(Split how, int threads) { return how == Split::kAlone ? 1 : threads; }
 
 // What threads share of products whose weights stay in place. Memory is what they wait for, so that
-// the number of weights decides whether they are shared, however few the rows.
+// the number of weights decides whether they are shared, however few the rows. Each pass over the
+// weights goes the other way than the one before: of more than a cache holds, it still holds what
+// was read last.
 template <typename Run>
 void share_in_place(const XLA_FFI_CallFrame* frame, int threads, int64_t weights, Run run) {
-  const int helpers = weights >= kLeastOfWeights ? threads : 1;
-  in_parts(frame, helpers, helpers == 1 ? 1 : kPartsOfThread * helpers, run);
+  if (weights < kLeastOfWeights || threads == 1) {
+    run(0, 1);
+    return;
+  }
+  static std::atomic<unsigned> passes{0};
+  const bool back = passes.fetch_add(1, std::memory_order_relaxed) % 2 != 0;
+  in_own_parts(frame, threads, kOwnParts, back, run);
 }
 
 // Rows in blocks of at most `most`, a multiple of the threads where that leaves two rows a block.

@@ -261,6 +261,50 @@ void in_parts(const XLA_FFI_CallFrame* frame, int threads, int parts, Run run) {
   job->wait_for_all();
 }
 
+// Parts of which each thread has some that it takes first, the same ones every time, since its cache
+// may hold what it read for them before: from the first to the last, or `back`. Then it takes those
+// that others have left.
+template <typename Run>
+class OwnParts : public Job {
+ public:
+  static constexpr int kMost = 64;
+  OwnParts(int threads, int each, bool back, Run run)
+      : threads_(threads), each_(each), back_(back), run_(run) {}
+  void help() override { take(asked_.fetch_add(1)); }
+  void lead() {
+    take(0);
+    wait([this] { return done_.load(std::memory_order_acquire) == threads_ * each_; });
+  }
+
+ private:
+  void take(int rank) {
+    for (int n = 0; n < threads_; ++n)
+      for (int m = 0; m < each_; ++m) {
+        const int owner = (rank + n) % threads_;
+        const bool from_end = back_ != (n > 0);  // of another's, what it would take last
+        const int part = owner * each_ + (from_end ? each_ - 1 - m : m);
+        const uint64_t bit = uint64_t(1) << part;
+        if ((taken_.load(std::memory_order_relaxed) & bit) != 0) continue;
+        if ((taken_.fetch_or(bit) & bit) != 0) continue;
+        run_(part, threads_ * each_);
+        done_.fetch_add(1, std::memory_order_release);
+      }
+  }
+  const int threads_, each_;
+  const bool back_;
+  Run run_;  // as of Parts
+  std::atomic<int> asked_{1}, done_{0};
+  std::atomic<uint64_t> taken_{0};
+};
+
+template <typename Run>
+void in_own_parts(const XLA_FFI_CallFrame* frame, int threads, int each, bool back, Run run) {
+  threads = std::min(threads, OwnParts<Run>::kMost / each);
+  auto job = std::make_shared<OwnParts<Run>>(threads, each, back, run);
+  Job::hand_over(frame, job, threads - 1);
+  job->lead();
+}
+
 // Threads that share each step, and wait for each other after it. The first step waits a little for
 // all of them; one that comes late is let in at the next, and nobody waits for one that XLA has no
 // thread for.

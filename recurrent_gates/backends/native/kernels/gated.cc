@@ -15,6 +15,8 @@
 // Everything is [T, B, F]: time, batch, features.
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstdint>
 
 #include "arrays.h"
@@ -194,17 +196,18 @@ int team(Split how, int threads) { return how == Split::kAlone ? 1 : threads; }
 
 // What threads share of products whose weights stay in place. Memory is what they wait for, so that
 // the number of weights decides whether they are shared, however few the rows. Each pass over the
-// weights goes the other way than the one before: of more than a cache holds, it still holds what
-// was read last.
+// weights at `first` goes the other way than the one before: of more than a cache holds, it still
+// holds what was read last.
 template <typename Run>
-void share_in_place(const XLA_FFI_CallFrame* frame, int threads, int64_t weights, Run run) {
+void share_in_place(const XLA_FFI_CallFrame* frame, int threads, int64_t weights,
+                    const float* first, Run run) {
   if (weights < kLeastOfWeights || threads == 1) {
     run(0, 1);
     return;
   }
-  static std::atomic<unsigned> passes{0};
-  const bool back = passes.fetch_add(1, std::memory_order_relaxed) % 2 != 0;
-  in_own_parts(frame, threads, kOwnParts, back, run);
+  static std::array<std::atomic<unsigned>, 64> passes{};  // by page, roughly
+  auto& pass = passes[reinterpret_cast<uintptr_t>(first) / 4096 % passes.size()];
+  in_own_parts(frame, threads, kOwnParts, pass.fetch_add(1, std::memory_order_relaxed) % 2, run);
 }
 
 // Rows in blocks of at most `most`, a multiple of the threads where that leaves two rows a block.
@@ -553,7 +556,7 @@ struct Forward {
         break;
       case Split::kInPlace:
         for (int64_t s = 0; s < a.steps; ++s)
-          share_in_place(frame, threads, weights_of(a, G), [&](int n, int parts) {
+          share_in_place(frame, threads, weights_of(a, G), a.weights[0], [&](int n, int parts) {
             step(s, rows, all_rows, part(blocks(), n, parts), nullptr);
           });
         break;
@@ -764,7 +767,7 @@ struct Backward {
       case Split::kInPlace:
         for (int64_t s = a.steps - 1; s >= 0; --s) {
           units(s, rows, all_rows, all_units);
-          share_in_place(frame, threads, weights_of(a, G), [&](int n, int parts) {
+          share_in_place(frame, threads, weights_of(a, G), a.weights[0], [&](int n, int parts) {
             product(s, rows, all_rows, part(weights.panels(), n, parts));
           });
         }
@@ -819,7 +822,8 @@ struct InputCotangents {
   void run(const XLA_FFI_CallFrame* frame, int threads) const {
     const int64_t panels = weights.panels();
     if (in_place()) {
-      share_in_place(frame, threads, G * a.features * a.inputs, [&](int n, int parts) {
+      const int64_t count = G * a.features * a.inputs;
+      share_in_place(frame, threads, count, weights.weights[0], [&](int n, int parts) {
         const Range own = part(panels, n, parts);
         const Blocks blocks(rows(), kRows, 1);
         blocks.each({0, blocks.count}, [&](int64_t row, int count) {

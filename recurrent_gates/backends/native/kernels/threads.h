@@ -261,9 +261,9 @@ void in_parts(const XLA_FFI_CallFrame* frame, int threads, int parts, Run run) {
   job->wait_for_all();
 }
 
-// Parts of which each thread has some that it takes first, the same ones every time, since its cache
-// may hold what it read for them before: from the first to the last, or `back`. Then it takes those
-// that others have left.
+// Parts of which each thread has some that it takes first, from the first to the last or `back`;
+// then it takes those that others have left. A leader and its only helper have the same ones every
+// time, and their caches may hold what they read for them before.
 template <typename Run>
 class OwnParts : public Job {
  public:
@@ -299,7 +299,8 @@ class OwnParts : public Job {
 
 template <typename Run>
 void in_own_parts(const XLA_FFI_CallFrame* frame, int threads, int each, bool back, Run run) {
-  threads = std::min(threads, OwnParts<Run>::kMost / each);
+  threads = std::min(threads, OwnParts<Run>::kMost);
+  each = std::min(each, OwnParts<Run>::kMost / threads);
   auto job = std::make_shared<OwnParts<Run>>(threads, each, back, run);
   Job::hand_over(frame, job, threads - 1);
   job->lead();

@@ -145,7 +145,7 @@ enum class Split { kAlone, kRows, kUnits, kInPlace };
 constexpr int64_t kOwnCache = 3 << 18;     // bytes of a core's own cache, for weights
 constexpr int64_t kLeastOfStep = 60000;    // multiply-adds, from which a barrier is little
 constexpr int kPartsOfThread = 4;          // of what is shared: one thread may come late
-constexpr int kOwnParts = 6;               // of weights in place that a thread's cache may hold
+constexpr int kOwnParts = 6;               // of a thread, of weights that stay in place
 constexpr int64_t kFewRows = 6;            // of all steps, for which weights are not packed,
 constexpr int64_t kFewRowsBack = 12;       // nor transposed for the way back
 
@@ -205,7 +205,7 @@ void share_in_place(const XLA_FFI_CallFrame* frame, int threads, int64_t weights
     run(0, 1);
     return;
   }
-  static std::array<std::atomic<unsigned>, 64> passes{};  // by page, roughly
+  static std::array<std::atomic<unsigned>, 64> passes{};  // of weights, by their first page
   auto& pass = passes[reinterpret_cast<uintptr_t>(first) / 4096 % passes.size()];
   in_own_parts(frame, threads, kOwnParts, pass.fetch_add(1, std::memory_order_relaxed) % 2, run);
 }

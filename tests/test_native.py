@@ -3,7 +3,9 @@
 They need a C++ compiler; test_native_library.py has what happens without one.
 """
 
+import ast
 import functools
+import hashlib
 import itertools
 import os
 import subprocess
@@ -41,14 +43,14 @@ CELLS = {
         2 * units, g=rg.OneLayer(), emit_s_only=True, wrap=1.5, bias_vectors=2
     ),
 }
-# (T, batch, D, F): odd widths; no batch and two axes of it; inputs projected outside of the loop,
-# and as many that are projected in it; one step; blocks of rows that do not divide; threads that
+# (T, batch, D, F): odd widths; no batch and two axes of it; inputs projected before the loop, and as
+# many that are projected in it; weights in place, of one step, two, and many units; threads that
 # share rows; threads that share units.
 SIZES = {
     "small": (5, (3,), 2, 5),
     "one_row": (4, (), 3, 17),
     "two_axes": (3, (2, 3), 1, 16),
-    "wide_inputs": (4, (2,), 130, 6),
+    "wide_inputs": (3, (5,), 130, 6),
     "wide_inputs_of_many_rows": (3, (13,), 131, 37),
     "one_step": (1, (7,), 3, 33),
     "two_steps": (2, (1,), 140, 35),
@@ -56,10 +58,11 @@ SIZES = {
     "rows": (3, (41,), 9, 72),
     "units": (3, (9,), 5, 230),
 }
-# Whose kernels are laid side by side; whose inputs' cotangents threads share, a slot at a time; and
-# one step, for which each thread packs weights more than once; one of unequal blocks of rows.
+# Whose inputs threads share, in stretches of rows; whose inputs' cotangents they share, a slot at a
+# time; and one step, for which each thread packs weights more than once; one of weights in place,
+# of unequal blocks of rows.
 GATED = {
-    "wide_inputs_of_more_rows": (20, (2,), 130, 6),
+    "stretches_of_wide_inputs": (5, (11,), 2100, 13),
     "slots_in_turn": (2, (7,), 150, 530),
     "one_step_of_many_units": (1, (13,), 5, 400),
     "five_rows_in_place": (1, (5,), 40, 512),
@@ -97,10 +100,11 @@ def two_cores(monkeypatch):
 
 
 def arrays(make, size):
-    """(cell, (params, xs, carry)), in float32."""
+    """(cell, (params, xs, carry)), in float32. Weights of many inputs saturate no gate."""
     steps, batch, inputs, features = (SIZES | GATED | LARGE)[size]
-    cell = make(features)
-    params = randomize(jax.eval_shape(lambda: cell.init_params(jax.random.key(0), inputs)), 1, 0.4)
+    cell, scale = make(features), min(0.4, 4 / inputs**0.5)
+    shapes = jax.eval_shape(lambda: cell.init_params(jax.random.key(0), inputs))
+    params = randomize(shapes, 1, scale)
     carry = randomize(cell.initial(batch), 2, 0.5)
     values = params, array(3, steps, *batch, inputs), carry
     return cell, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), values)
@@ -154,6 +158,32 @@ def test_threads_change_no_bit(name, size, monkeypatch):
     assert_identical(everything(cell, "native", masks=masks)(*values), shared)
 
 
+def results_of_threads(cores, names, size):
+    """Digests of what kernels give on so many cores."""
+    digests = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, "cores", lambda: cores)
+        for name in names:
+            cell, values = arrays(CELLS[name], size)
+            out = everything(cell, "native", masks=("valid", "resets"))(*values)
+            digests += [hashlib.sha256(np.asarray(x)).hexdigest() for x in jax.tree.leaves(out)]
+    return digests
+
+
+def test_more_threads_share_units_too():
+    """Of weights in place, whose rows two threads share; XLA has as many as NPROC says."""
+    names, size = ("lstm", "gru"), "few_steps_of_many_units"
+    call = f"test_native.results_of_threads(5, {names}, {size!r})"
+    process = subprocess.run(
+        [sys.executable, "-c", f"from tests import test_native; print({call})"],
+        env={**os.environ, "NPROC": "5"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ast.literal_eval(process.stdout) == results_of_threads(2, names, size)
+
+
 def test_many_calls_at_once_end():
     """Each waits for helpers from a pool that all of them use; none waits for one that is not to be
     had."""
@@ -189,7 +219,7 @@ def test_helpers_may_still_use_every_core():
 
 @pytest.mark.parametrize("name", ["ur_gru", "gru", "r_janet"])
 def test_threads_at_different_rows_do_not_meet(name):
-    """Five rows are blocks of two and three where four would fit; a thread may be one ahead."""
+    """Each of two threads has its own sums; one may be a step ahead of the other."""
     cell, (params, xs, carry) = arrays(CELLS[name], "five_rows_in_place")
     run = jax.jit(functools.partial(rg.unroll, cell, backend="native"))
     expected = rg.unroll(cell, params, xs, carry, backend="scan")

@@ -34,7 +34,7 @@ def test_a_stepper_is_the_scan(name, batch):
 
 @pytest.mark.parametrize("make", [rg.LSTM, rg.GRU])
 @pytest.mark.parametrize("bias_vectors", [1, 2])
-@pytest.mark.parametrize(("batch", "in_kernels"), [((), True), ((2, 3), True), ((7,), False)])
+@pytest.mark.parametrize(("batch", "in_kernels"), [((), True), ((2, 3), True), ((13,), False)])
 def test_a_step_of_few_rows_and_many_weights_runs_in_kernels(
     make, bias_vectors, batch, in_kernels, monkeypatch
 ):

@@ -22,7 +22,7 @@ _KEPT_BYTES = 2**28
 _CHUNK_BYTES = 2**26
 # A single step of so few rows (kFewRows of kernels/gated.cc), of so many multiplications, is a
 # matter of how fast weights are read: kernels read them on all cores, where they are.
-_FEW_ROWS = 6
+_FEW_ROWS = 12
 _MANY_PRODUCTS = 2**19
 
 

@@ -1,8 +1,9 @@
 """Gated recurrences as kernels: both passes, and the gradients of weights and inputs.
 
 The kernels (``kernels/gated.cc``) do what ``fused`` does, with the same numbers kept between the
-passes, but as one call each, on all cores that a device has. Where the inputs are few they are
-projected in the loop: their share of the pre-activations then never goes through memory.
+passes, but as one call each, on all cores that a device has. They project the inputs themselves, in
+the loop, so that their share of the pre-activations never goes through memory, or many inputs of
+few rows before it.
 
 What is kept are h (and c) of all steps and the pre-activations, which the backward pass overwrites
 with their cotangents. Each kernel is an operation of two forms, see ``switch``.
@@ -30,21 +31,11 @@ from recurrent_gates.backends.native.kernel import (
 )
 from recurrent_gates.backends.shared.accumulation import shifted
 from recurrent_gates.backends.shared.products import product_loop, residuals
-from recurrent_gates.backends.shared.rows import flat, projected
+from recurrent_gates.backends.shared.rows import projected
 from recurrent_gates.base import Cell, HiddenState, SlotCell
 from recurrent_gates.cells import GRU, JANET, LSTM, LSTMState
 from recurrent_gates.declared import Carry, Weights
 from recurrent_gates.scan import Loop, Segment, with_zeros
-
-# A kernel projects up to so many inputs, those of so many rows, and those of a step or two: else it
-# reads each weight for little, and their product of all steps at once costs less, though it goes
-# through memory.
-_FEW_INPUTS = 128
-_MANY_ROWS = 3
-_FEW_STEPS = 2
-# Up to so many rows of all steps, laying the slots' kernels side by side costs more than a product
-# for each.
-_FEW_PRODUCTS = 32
 
 
 class Kernels(NamedTuple):
@@ -122,13 +113,6 @@ def _forward(loop: Loop) -> tuple[tuple[Carry, jax.Array, jax.Array | None], Any
     out = Forward.of(loop, keep=True)
     result = _last(loop, out), out.hs, out.cs if loop.settings.keep_carries else None
     return result, (loop, out)
-
-
-def _all_inputs(xs: jax.Array, kernels: list[jax.Array]) -> jax.Array:
-    """xs W of all slots side by side: ``[N, D]`` -> ``[N, slots F]``."""
-    if len(xs) <= _FEW_PRODUCTS:
-        return jnp.concatenate([xs @ kernel for kernel in kernels], axis=-1)
-    return xs @ jnp.concatenate(kernels, axis=-1)
 
 
 def _backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
@@ -277,14 +261,9 @@ class Forward(_Gated):
         params, xs, carry, masks = jax.tree.unflatten(self.tree, leaves)
         assert isinstance(self.cell, SlotCell)
         _, slots, apart = self.kernels
-        steps, rows, inputs = xs.shape
+        steps, rows, _ = xs.shape
         features = carry.h.shape[-1]
-        project = inputs <= _FEW_INPUTS or rows >= _MANY_ROWS or steps <= _FEW_STEPS
-        if project:
-            operands = [xs, *(params["kernel"][slot] for slot in slots)]
-        else:
-            kernels = [params["kernel"][slot] for slot in slots]
-            operands = [_all_inputs(flat(xs, 2), kernels).reshape(steps, rows, -1)]
+        operands = [xs, *(params["kernel"][slot] for slot in slots)]
         operands.append(_biases(self.cell, slots, params))
         if apart:
             own = params.get("recurrent_bias", {})
@@ -300,9 +279,7 @@ class Forward(_Gated):
         shapes.append(state)
         if self.has_c:
             shapes.append(state if self.all_cs else (1, rows, features))
-        aliases = {0: 0} if self.keep and not project else None
-        attributes = {"keep": self.keep, "project": project, "masks": masks.kind}
-        out = self._call("forward", shapes, operands, aliases, **attributes)
+        out = self._call("forward", shapes, operands, keep=self.keep, masks=masks.kind)
         return [*out[kept:], *out[:kept]]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:

@@ -145,9 +145,13 @@ enum class Split { kAlone, kRows, kUnits, kInPlace };
 constexpr int64_t kOwnCache = 3 << 18;     // bytes of a core's own cache, for weights
 constexpr int64_t kLeastOfStep = 60000;    // multiply-adds, from which a barrier is little
 constexpr int kPartsOfThread = 4;          // of what is shared: one thread may come late
-constexpr int kOwnParts = 6;               // of a thread, of weights that stay in place
-constexpr int64_t kFewRows = 6;            // of all steps, for which weights are not packed,
-constexpr int64_t kFewRowsBack = 12;       // nor transposed for the way back
+constexpr int kOwnParts = 6;               // of a thread, of weights that stay in place; or
+constexpr int kSumsInPlace = 4;            // of all, where each has its own sums of some units,
+constexpr int kMostGroups = 16;            // in so many groups of units at most
+constexpr int64_t kFewRows = 12;           // of all steps, for which weights are not packed
+constexpr int64_t kFewInputs = 128;        // that the loop projects itself, whatever the rows;
+constexpr int64_t kFewOfStep = 11;         // more of so few rows are projected before it,
+constexpr int64_t kLeastOfStretch = 48;    // so many rows or more with each weight that is packed
 
 int64_t weights_of(const Arrays& a, int slots) {
   return slots * a.features * (a.features + a.inputs);
@@ -169,13 +173,18 @@ int64_t rows_for_all() { return shared_is_slow() ? 256 : 48; }
 // Bytes of weights, from which the next ones are asked for.
 int64_t least_to_ask_for() { return shared_is_slow() ? 1 << 22 : 1 << 24; }
 
-// How threads share a loop: units with weights that stay in place, where all steps have `few` rows
-// or less; rows where all weights fit each one's cache, or where each has many rows; else units,
+// Whether the inputs are projected before the loop, those of all steps at once: each step would read
+// their weights for its few rows.
+bool ahead_of_loop(const Arrays& a) {
+  return a.inputs > kFewInputs && a.batch <= kFewOfStep && a.steps * a.batch > kFewRows;
+}
+
+// How threads share a loop: units with weights that stay in place, where all steps have few rows; rows where all weights fit each one's cache, or where each has many rows; else units,
 // where a step is long enough for a barrier. Units of a single step, which has at most one, if they
 // come out even: each thread then reads what it has packed itself.
-Split split(const Arrays& a, int slots, int threads, int64_t few) {
+Split split(const Arrays& a, int slots, int threads) {
   const int64_t weights = weights_of(a, slots), vectors = up(a.features, kLanes);
-  if (a.steps * a.batch <= few) return Split::kInPlace;
+  if (a.steps * a.batch <= kFewRows) return Split::kInPlace;
   if (threads < 2 || a.steps * a.batch * weights < kLeastOfCall) return Split::kAlone;
   if (a.steps == 1 && 10 * up(vectors, threads) * threads <= 11 * vectors) return Split::kUnits;
   const bool enough = a.batch >= threads;
@@ -199,16 +208,17 @@ int team(Split how, int threads) { return how == Split::kAlone ? 1 : threads; }
 // weights at `first` goes the other way than the one before: of more than a cache holds, it still
 // holds what was read last.
 template <typename Run>
-void share_in_place(const XLA_FFI_CallFrame* frame, int threads, int64_t weights,
+void share_in_place(const XLA_FFI_CallFrame* frame, int threads, int64_t weights, int parts,
                     const float* first, Run run) {
   if (weights < kLeastOfWeights || threads == 1) {
-    run(0, 1);
+    for (int n = 0; n < parts; ++n) run(n, parts);
     return;
   }
   static std::array<std::atomic<unsigned>, 64> passes{};  // of weights, by their first page
   auto& pass = passes[reinterpret_cast<uintptr_t>(first) / 4096 % passes.size()];
-  in_own_parts(frame, threads, kOwnParts, pass.fetch_add(1, std::memory_order_relaxed) % 2, run);
+  in_own_parts(frame, threads, parts, pass.fetch_add(1, std::memory_order_relaxed) % 2, run);
 }
+int own_parts(int threads) { return std::min(kOwnParts * threads, 64); }
 
 // Rows in blocks of at most `most`, a multiple of the threads where that leaves two rows a block.
 struct Blocks {
@@ -255,7 +265,7 @@ struct Forward {
   const Split how;
 
   Forward(const Arrays& a, bool keep, int threads)
-      : a(a), keep(keep), threads(threads), how(split(a, G, threads, kFewRows)) {}
+      : a(a), keep(keep), threads(threads), how(split(a, G, threads)) {}
 
   static constexpr int sum_of_input(int g) { return Cell::apart && g == G - 1 ? G : g; }
 
@@ -313,6 +323,65 @@ struct Forward {
   template <int rows>
   using Sums = Vector[rows][kSums];
 
+  // z = W x of all rows, before the loop. A part packs the weights of a block of units, and multiplies
+  // a stretch of rows with them, whose xs stay in a core's own cache for the next block.
+  int64_t size_of_kernels() const { return a.inputs * G * kLanes; }  // of a block
+  int parts_of_inputs() const { return threads * kPartsOfThread; }
+  int64_t scratch_of_inputs() const { return parts_of_inputs() * size_of_kernels(); }
+  void project(const XLA_FFI_CallFrame* frame, float* scratch) const {
+    const int64_t all = a.steps * a.batch, weights = G * a.features * a.inputs;
+    const int64_t most = std::max<int64_t>(kLeastOfStretch, kOwnCache / (8 * a.inputs));
+    const int64_t stretches = up(all, most);
+    const int team = all * weights < kLeastOfCall ? 1 : threads;
+    in_parts(frame, team, parts_of_inputs(), [&](int n, int parts) {
+      const Range mine = part(stretches * blocks(), n, parts);
+      float* packed = scratch + n * size_of_kernels();
+      for (int64_t i = mine.begin; i < mine.end; ++i)
+        project_block(i % blocks(), part(all, i / blocks(), stretches), packed);
+    });
+  }
+  void project_block(int64_t block, Range stretch, float* packed) const {
+    pack({block, block + 1}, a.kernels, a.inputs, packed);
+    const Blocks rows(stretch.end - stretch.begin, kRows, 1);
+    rows.each({0, rows.count}, [&](int64_t b, int count) {
+      with_count<kRows>(count, [&](auto known) {
+        project_rows<decltype(known)::value>(block, stretch.begin + b, packed);
+      });
+    });
+  }
+  template <int rows>
+  void project_rows(int64_t block, int64_t row, const float* packed) const {
+    const int64_t at = block * kLanes;
+    const int n = std::min<int64_t>(kLanes, a.features - at);
+    Sums<rows> sums;
+    for (int m = 0; m < rows; ++m)
+      for (int g = 0; g < kSums; ++g) sums[m][g] = zero();
+    Ahead nothing;
+    multiply<rows, true>(a.xs + row * a.inputs, a.inputs, packed, sums, nothing);
+    for (int m = 0; m < rows; ++m)
+      for (int g = 0; g < G; ++g) store(a.z[g].at(row + m) + at, sums[m][sum_of_input(g)], n);
+  }
+
+  // What a step reads of the one before, and where c_t goes.
+  struct Carries {
+    const float *h_tm1, *c_tm1;
+    float* c_t;
+  };
+  Carries carries_of(int64_t step) const {
+    const int64_t state = a.batch * a.features, before = a.time(step - 1) * state;
+    const bool all = Cell::has_c && a.cs_steps == a.steps;
+    Carries s{a.h_0, a.c_0, all ? a.cs + a.time(step) * state : a.cs};
+    if (step != 0) {
+      s.h_tm1 = a.hs + before;
+      if (Cell::has_c) s.c_tm1 = all ? a.cs + before : a.cs;
+    }
+    if (a.h_reset != nullptr) {
+      s.h_tm1 = a.h_in + step % 2 * state;
+      s.c_tm1 = a.c_in + step % 2 * state;
+    }
+    return s;
+  }
+
   // What a block's sums are before the products.
   template <int rows>
   void start(int64_t t, int64_t b, int64_t block, Sums<rows>& sums) const {
@@ -333,15 +402,16 @@ struct Forward {
 
   // (c_t, h_t) of a block from its sums.
   template <int rows>
-  void finish(int64_t step, const float* h_tm1, const float* c_tm1, float* c_t, int64_t b,
-              int64_t block, const Sums<rows>& sums) const {
+  void finish(int64_t step, const Carries& carries, int64_t b, int64_t block,
+              const Sums<rows>& sums) const {
     const int64_t t = a.time(step), F = a.features, at = block * kLanes;
     const int n = std::min<int64_t>(kLanes, F - at);
     for (int m = 0; m < rows; ++m) {
       const int64_t row = a.row(t, b + m), state = (b + m) * F + at;
-      Vector c = Cell::has_c ? load(c_tm1 + state, n) : zero(), h_t = load(h_tm1 + state, n);
+      Vector c = Cell::has_c ? load(carries.c_tm1 + state, n) : zero();
+      Vector h_t = load(carries.h_tm1 + state, n);
       if (!a.invalid(row)) Cell::forward(sums[m], sums[m][kSums - 1], h_t, c, h_t);
-      if (Cell::has_c) store(c_t + state, c, n);
+      if (Cell::has_c) store(carries.c_t + state, c, n);
       store(a.hs + row * F + at, h_t, n);
       if (a.h_reset != nullptr && step + 1 < a.steps) leave(step + 1, b + m, at, n, c, h_t);
       if (!keep) continue;
@@ -354,8 +424,8 @@ struct Forward {
   }
 
   template <int rows>
-  void block(int64_t step, const float* h_tm1, const float* c_tm1, float* c_t, int64_t b,
-             int64_t block, const float* weights, Range all) const {
+  void block(int64_t step, const Carries& carries, int64_t b, int64_t block, const float* weights,
+             Range all) const {
     const int64_t row = a.row(a.time(step), b);
     Sums<rows> sums;
     start<rows>(a.time(step), b, block, sums);
@@ -364,10 +434,10 @@ struct Forward {
       const int64_t whole = at_once(a, how) ? 0 : packed_size();
       Ahead ahead = share(weights + block_size(), block_size(), whole, b, rows, all, turns);
       multiply<rows, true>(a.xs + row * a.inputs, a.inputs, weights, sums, ahead);
-      multiply<rows, false>(h_tm1 + b * a.features, a.features,
+      multiply<rows, false>(carries.h_tm1 + b * a.features, a.features,
                             weights + a.inputs * G * kLanes, sums, ahead);
     }
-    finish<rows>(step, h_tm1, c_tm1, c_t, b, block, sums);
+    finish<rows>(step, carries, b, block, sums);
   }
 
   bool any_valid(int64_t row, int rows) const {
@@ -388,47 +458,75 @@ struct Forward {
     }
   }
   int64_t scratch_size() const {
-    if (how == Split::kInPlace) return sums_size();
+    if (how == Split::kInPlace) return parts_of_numbers() * (of_x().size() + of_h().size());
     if (!at_once(a, how)) return packed_size();
     return team(how, threads) * few_blocks() * block_size();
   }
 
-  // Weights that are read where they are: a few of their rows at a time, from one end to the other,
-  // so that the sums of all units are kept in memory meanwhile, [blocks][sums][kRows][lanes]. Where
-  // a unit's sums are does not depend on the rows of a block: threads may be at different ones.
-  int64_t sums_size() const { return blocks() * kSums * kRows * kLanes; }
-  float* kept_sums(int64_t block, int g) const {
-    return a.packed + (block * kSums + g) * kRows * kLanes;
+  // Weights that are read where they are: threads share out the numbers of x and h_tm1, and so whole
+  // rows of weights, which lie side by side in memory; many threads share out the units as well.
+  // Each part of the numbers has its own sums, [parts][blocks][slots][rows][lanes]: how many there
+  // are does not depend on the threads, so that no bit does. Those of x are formed at the first
+  // step, of all steps.
+  struct PartialSums {
+    float* data;
+    int64_t rows, blocks;
+    int64_t size() const { return blocks * G * rows * kLanes; }
+    float* at(int64_t part, int64_t block, int64_t g, int64_t row) const {
+      return data + part * size() + ((block * G + g) * rows + row) * kLanes;
+    }
+  };
+  int parts_of_numbers() const { return weights_of(a, G) < kLeastOfWeights ? 1 : kSumsInPlace; }
+  int groups_of_units() const { return std::min<int>(up(threads, 2), kMostGroups); }
+  PartialSums of_x() const {
+    return {a.packed, a.inputs == 0 ? 0 : a.steps * a.batch, blocks()};
   }
+  PartialSums of_h() const { return {a.packed + parts_of_numbers() * of_x().size(), a.batch, blocks()}; }
 
-  template <int rows, bool input>
-  void multiply_in_place(const float* x, int64_t count, const float* const* weights,
-                         Range blocks) const {
+  // A part of the sums: over some of the `count` numbers of each row of x, where steps are valid.
+  void sum_in_place(const float* x, int64_t first, Range numbers, int64_t count,
+                    const float* const* weights, const PartialSums& sums, int part,
+                    Range blocks) const {
+    std::fill(sums.at(part, blocks.begin, 0, 0), sums.at(part, blocks.end, 0, 0), 0.0f);
+    const Blocks rows(sums.rows, kRows, 1);
+    rows.each({0, rows.count}, [&](int64_t row, int n) {
+      if (!any_valid(first + row, n)) return;
+      with_count<kRows>(n, [&](auto known) {
+        sum_rows_in_place<decltype(known)::value>(x + row * count, numbers, count, weights,
+                                                  sums.at(part, 0, 0, row), sums.rows, blocks);
+      });
+    });
+  }
+  template <int rows>
+  void sum_rows_in_place(const float* x, Range numbers, int64_t count, const float* const* weights,
+                         float* sums, int64_t all_rows, Range blocks) const {
     constexpr int kBlocks = kRegisters == 16 ? 2 : 1;  // at once: of 8 lanes, a line of memory
-    constexpr int64_t kFew = 8 * kBlocks;
-    for (int64_t k = 0; k < count; k += kFew)
+    constexpr int64_t kFew = 16;
+    const int64_t next = all_rows * kLanes;  // slot
+    for (int64_t k = numbers.begin; k < numbers.end; k += kFew)
       for (int g = 0; g < G; ++g) {
-        const int sum = input ? sum_of_input(g) : g;
-        const Range some{k, std::min(count, k + kFew)};
+        const Range some{k, std::min(numbers.end, k + kFew)};
         int64_t block = blocks.begin;
         for (; block + kBlocks <= blocks.end; block += kBlocks)
-          add_in_place<rows, kBlocks>(x, count, weights[g], some, block, sum);
+          add_in_place<rows, kBlocks>(x, some, count, weights[g], block,
+                                      sums + (block * G + g) * next, G * next);
         for (; block < blocks.end; ++block)
-          add_in_place<rows, 1>(x, count, weights[g], some, block, sum);
+          add_in_place<rows, 1>(x, some, count, weights[g], block, sums + (block * G + g) * next,
+                                G * next);
       }
   }
   // Some numbers' share of the sums of `wide` blocks.
   template <int rows, int wide>
-  void add_in_place(const float* x, int64_t count, const float* weights, Range some, int64_t block,
-                    int slot) const {
+  void add_in_place(const float* x, Range numbers, int64_t count, const float* weights,
+                    int64_t block, float* sums, int64_t next) const {
     const int64_t F = a.features, at = block * kLanes;
     const int n = std::min<int64_t>(kLanes, F - at - (wide - 1) * kLanes);  // of the last
     Vector sum[rows][wide];
 #pragma GCC unroll 12
     for (int m = 0; m < rows; ++m)
 #pragma GCC unroll 4
-      for (int j = 0; j < wide; ++j) sum[m][j] = load(kept_sums(block + j, slot) + m * kLanes);
-    for (int64_t k = some.begin; k < some.end; ++k) {
+      for (int j = 0; j < wide; ++j) sum[m][j] = load(sums + j * next + m * kLanes);
+    for (int64_t k = numbers.begin; k < numbers.end; ++k) {
       Vector w[wide];
 #pragma GCC unroll 4
       for (int j = 0; j < wide; ++j)
@@ -443,29 +541,40 @@ struct Forward {
 #pragma GCC unroll 12
     for (int m = 0; m < rows; ++m)
 #pragma GCC unroll 4
-      for (int j = 0; j < wide; ++j) store(kept_sums(block + j, slot) + m * kLanes, sum[m][j]);
+      for (int j = 0; j < wide; ++j) store(sums + j * next + m * kLanes, sum[m][j]);
   }
 
+  void step_in_place(const XLA_FFI_CallFrame* frame, int64_t step) const {
+    const Carries carries = carries_of(step);
+    const int64_t D = step == 0 ? a.inputs : 0, F = a.features, row = a.row(a.time(step), 0);
+    const int parts = parts_of_numbers(), groups = groups_of_units();
+    share_in_place(frame, threads, weights_of(a, G), parts * groups, a.weights[0], [&](int n, int) {
+      const Range mine = part(D + F, n % parts, parts), units = part(blocks(), n / parts, groups);
+      const Range xs{std::min(mine.begin, D), std::min(mine.end, D)};
+      const Range hs{std::max(mine.begin, D) - D, std::max(mine.end, D) - D};
+      if (D > 0) sum_in_place(a.xs, 0, xs, D, a.kernels, of_x(), n % parts, units);
+      sum_in_place(carries.h_tm1, row, hs, F, a.weights, of_h(), n % parts, units);
+    });
+    const Blocks rows(a.batch, kRows, 1);
+    rows.each({0, rows.count}, [&](int64_t b, int count) {
+      with_count<kRows>(count, [&](auto known) {
+        for (int64_t block = 0; block < blocks(); ++block)
+          finish_in_place<decltype(known)::value>(step, carries, b, block);
+      });
+    });
+  }
   template <int rows>
-  void blocks_in_place(int64_t step, const float* h_tm1, const float* c_tm1, float* c_t, int64_t b,
-                       Range blocks) const {
-    const int64_t row = a.row(a.time(step), b);
-    for (int64_t block = blocks.begin; block < blocks.end; ++block) {
-      Sums<rows> sums;
-      start<rows>(a.time(step), b, block, sums);
-      for (int g = 0; g < kSums; ++g)
-        for (int m = 0; m < rows; ++m) store(kept_sums(block, g) + m * kLanes, sums[m][g]);
-    }
-    if (any_valid(row, rows)) {
-      multiply_in_place<rows, true>(a.xs + row * a.inputs, a.inputs, a.kernels, blocks);
-      multiply_in_place<rows, false>(h_tm1 + b * a.features, a.features, a.weights, blocks);
-    }
-    for (int64_t block = blocks.begin; block < blocks.end; ++block) {
-      Sums<rows> sums;
-      for (int g = 0; g < kSums; ++g)
-        for (int m = 0; m < rows; ++m) sums[m][g] = load(kept_sums(block, g) + m * kLanes);
-      finish<rows>(step, h_tm1, c_tm1, c_t, b, block, sums);
-    }
+  void finish_in_place(int64_t step, const Carries& carries, int64_t b, int64_t block) const {
+    const int64_t t = a.time(step), row = a.row(t, b);
+    Sums<rows> sums;
+    start<rows>(t, b, block, sums);
+    for (int n = 0; n < parts_of_numbers(); ++n)
+      for (int g = 0; g < G; ++g)
+        for (int m = 0; m < rows; ++m) {
+          if (a.inputs > 0) sums[m][sum_of_input(g)] += load(of_x().at(n, block, g, row + m));
+          sums[m][g] += load(of_h().at(n, block, g, b + m));
+        }
+    finish<rows>(step, carries, b, block, sums);
   }
 
   // For a later step, the carry that it reads.
@@ -487,35 +596,15 @@ struct Forward {
       }
   }
 
-  // A step of some blocks of units. Their packed weights are at `weights`; null: they stay in
-  // place.
+  // A step of some blocks of units, whose packed weights are at `weights`.
   void step(int64_t step, const Blocks& rows, Range of_rows, Range blocks,
             const float* weights) const {
-    const int64_t t = a.time(step), before = a.time(step - 1);
-    const float* h_tm1 = step == 0 ? a.h_0 : a.hs + a.row(before, 0) * a.features;
-    const float* c_tm1 = a.c_0;
-    float* c_t = a.cs;
-    if (Cell::has_c && a.cs_steps == a.steps) c_t = a.cs + a.row(t, 0) * a.features;
-    if (Cell::has_c && step != 0) {
-      c_tm1 = a.cs_steps == a.steps ? a.cs + a.row(before, 0) * a.features : a.cs;
-    }
-    if (a.h_reset != nullptr) {
-      h_tm1 = a.h_in + step % 2 * a.batch * a.features;
-      c_tm1 = a.c_in + step % 2 * a.batch * a.features;
-    }
-    if (how == Split::kInPlace) {
-      rows.each(of_rows, [&](int64_t b, int count) {
-        with_count<kRows>(count, [&](auto known) {
-          blocks_in_place<decltype(known)::value>(step, h_tm1, c_tm1, c_t, b, blocks);
-        });
-      });
-      return;
-    }
+    const Carries carries = carries_of(step);
     const Range all = rows.range(of_rows);
     for (int64_t n = blocks.begin; n < blocks.end; ++n, weights += block_size())
       rows.each(of_rows, [&](int64_t b, int count) {
         with_count<kRows>(count, [&](auto known) {
-          block<decltype(known)::value>(step, h_tm1, c_tm1, c_t, b, n, weights, all);
+          block<decltype(known)::value>(step, carries, b, n, weights, all);
         });
       });
   }
@@ -555,10 +644,7 @@ struct Forward {
         });
         break;
       case Split::kInPlace:
-        for (int64_t s = 0; s < a.steps; ++s)
-          share_in_place(frame, threads, weights_of(a, G), a.weights[0], [&](int n, int parts) {
-            step(s, rows, all_rows, part(blocks(), n, parts), nullptr);
-          });
+        for (int64_t s = 0; s < a.steps; ++s) step_in_place(frame, s);
         break;
     }
   }
@@ -577,7 +663,7 @@ struct Backward {
   Backward(const Arrays& a, int threads)
       : a(a),
         threads(threads),
-        how(split(a, G, threads, kFewRowsBack)),
+        how(split(a, G, threads)),
         weights{a.weights,
                 a.features,
                 a.features,
@@ -767,7 +853,8 @@ struct Backward {
       case Split::kInPlace:
         for (int64_t s = a.steps - 1; s >= 0; --s) {
           units(s, rows, all_rows, all_units);
-          share_in_place(frame, threads, weights_of(a, G), a.weights[0], [&](int n, int parts) {
+          share_in_place(frame, threads, weights_of(a, G), own_parts(threads), a.weights[0],
+                         [&](int n, int parts) {
             product(s, rows, all_rows, part(weights.panels(), n, parts));
           });
         }
@@ -787,7 +874,7 @@ struct InputCotangents {
   const Transposed<G> weights;
 
   int64_t rows() const { return a.steps * a.batch; }
-  bool in_place() const { return rows() <= kFewRowsBack; }
+  bool in_place() const { return rows() <= kFewRows; }
   int64_t scratch_size() const { return in_place() ? 0 : weights.size(); }
 
   template <int rows, int wide>
@@ -823,7 +910,7 @@ struct InputCotangents {
     const int64_t panels = weights.panels();
     if (in_place()) {
       const int64_t count = G * a.features * a.inputs;
-      share_in_place(frame, threads, count, weights.weights[0], [&](int n, int parts) {
+      share_in_place(frame, threads, count, own_parts(threads), weights.weights[0], [&](int n, int parts) {
         const Range own = part(panels, n, parts);
         const Blocks blocks(rows(), kRows, 1);
         blocks.each({0, blocks.count}, [&](int64_t row, int count) {
@@ -879,14 +966,9 @@ void forward(const XLA_FFI_CallFrame* frame) {
   const bool keep = read.attribute("keep");
   a.steps = read.dims()[0], a.batch = read.dims()[1];
   a.reverse = read.attribute("reverse");
-  float* z = nullptr;
-  if (read.attribute("project")) {
-    a.inputs = read.dims()[2];
-    a.xs = read.in();
-    for (int g = 0; g < G; ++g) a.kernels[g] = read.in();
-  } else {
-    z = read.in();
-  }
+  a.inputs = read.dims()[2];
+  a.xs = read.in();
+  for (int g = 0; g < G; ++g) a.kernels[g] = read.in();
   a.bias = read.in();
   if (Cell::apart) a.own_bias = read.in();
   for (int g = 0; g < G; ++g) a.weights[g] = read.in();
@@ -894,26 +976,33 @@ void forward(const XLA_FFI_CallFrame* frame) {
   a.features = read.dims()[1];
   a.h_0 = read.in();
   read_masks<Cell>(a, read);
+  float* z = nullptr;
   if (keep) {
-    float* kept = read.out();
-    if (z != nullptr && z != kept)  // XLA has made a copy, though not here
-      std::copy_n(z, a.steps * a.batch * G * a.features, kept);
-    z = kept;
+    z = read.out();
     if (Cell::apart) a.own = {read.out(), a.features};
   }
-  set_slots<Cell>(a.z, z, a.features);
   a.hs = read.out();
   if (Cell::has_c) {
     a.cs_steps = read.result_dims()[0];
     a.cs = read.out();
   }
+  const int threads = threads_of(frame, read);
+  const bool ahead = ahead_of_loop(a);
+  Arrays in_loop = a;
+  if (ahead) in_loop.inputs = 0;
+  const Forward<Cell> inputs(a, keep, threads), loop(in_loop, keep, threads);
   const int64_t turns = a.h_reset == nullptr ? 0 : 2 * a.batch * a.features;
-  const Forward<Cell> loop(a, keep, threads_of(frame, read));
-  const int64_t packed = loop.scratch_size();
-  const Scratch scratch(packed + (1 + Cell::has_c) * turns);
-  a.packed = scratch.data();
-  a.h_in = a.packed + packed;
-  a.c_in = a.h_in + turns;
+  const int64_t of_loop = loop.scratch_size(), of_turns = (1 + Cell::has_c) * turns;
+  const int64_t of_inputs = ahead ? inputs.scratch_of_inputs() : 0;
+  const int64_t of_z = ahead && !keep ? a.steps * a.batch * G * a.features : 0;
+  const Scratch scratch(of_loop + of_turns + of_inputs + of_z);
+  in_loop.packed = scratch.data();
+  in_loop.h_in = in_loop.packed + of_loop;
+  in_loop.c_in = in_loop.h_in + turns;
+  float* rest = in_loop.h_in + of_turns;
+  set_slots<Cell>(a.z, keep ? z : rest + of_inputs, a.features);
+  std::copy_n(a.z, G, in_loop.z);
+  if (ahead) inputs.project(frame, rest);
   loop.run(frame);
 }
 

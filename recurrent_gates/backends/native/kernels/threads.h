@@ -268,40 +268,42 @@ template <typename Run>
 class OwnParts : public Job {
  public:
   static constexpr int kMost = 64;
-  OwnParts(int threads, int each, bool back, Run run)
-      : threads_(threads), each_(each), back_(back), run_(run) {}
+  OwnParts(int threads, int parts, bool back, Run run)
+      : threads_(threads), parts_(parts), back_(back), run_(run) {}
   void help() override { take(asked_.fetch_add(1)); }
   void lead() {
     take(0);
-    wait([this] { return done_.load(std::memory_order_acquire) == threads_ * each_; });
+    wait([this] { return done_.load(std::memory_order_acquire) == parts_; });
   }
 
  private:
   void take(int rank) {
+    const int each = (parts_ + threads_ - 1) / threads_;
     for (int n = 0; n < threads_; ++n)
-      for (int m = 0; m < each_; ++m) {
+      for (int m = 0; m < each; ++m) {
         const int owner = (rank + n) % threads_;
         const bool from_end = back_ != (n > 0);  // of another's, what it would take last
-        const int part = owner * each_ + (from_end ? each_ - 1 - m : m);
+        const int part = owner * each + (from_end ? each - 1 - m : m);
+        if (part >= parts_) continue;
         const uint64_t bit = uint64_t(1) << part;
         if ((taken_.load(std::memory_order_relaxed) & bit) != 0) continue;
         if ((taken_.fetch_or(bit) & bit) != 0) continue;
-        run_(part, threads_ * each_);
+        run_(part, parts_);
         done_.fetch_add(1, std::memory_order_release);
       }
   }
-  const int threads_, each_;
+  const int threads_, parts_;
   const bool back_;
   Run run_;  // as of Parts
   std::atomic<int> asked_{1}, done_{0};
   std::atomic<uint64_t> taken_{0};
 };
 
+// At most OwnParts::kMost parts.
 template <typename Run>
-void in_own_parts(const XLA_FFI_CallFrame* frame, int threads, int each, bool back, Run run) {
-  threads = std::min(threads, OwnParts<Run>::kMost);
-  each = std::min(each, OwnParts<Run>::kMost / threads);
-  auto job = std::make_shared<OwnParts<Run>>(threads, each, back, run);
+void in_own_parts(const XLA_FFI_CallFrame* frame, int threads, int parts, bool back, Run run) {
+  threads = std::min(threads, parts);
+  auto job = std::make_shared<OwnParts<Run>>(threads, parts, back, run);
   Job::hand_over(frame, job, threads - 1);
   job->lead();
 }

@@ -43,9 +43,9 @@ CELLS = {
         2 * units, g=rg.OneLayer(), emit_s_only=True, wrap=1.5, bias_vectors=2
     ),
 }
-# (T, batch, D, F): odd widths; no batch and two axes of it; inputs projected before the loop, and as
-# many that are projected in it; weights in place, of one step, two, and many units; threads that
-# share rows; threads that share units.
+# (T, batch, D, F): odd widths; no batch and two axes of it; inputs projected before the loop, and
+# as many that are projected in it; weights in place, of one step, two, and many units; threads
+# that share rows; threads that share units.
 SIZES = {
     "small": (5, (3,), 2, 5),
     "one_row": (4, (), 3, 17),

@@ -219,7 +219,7 @@ def test_helpers_may_still_use_every_core():
 
 @pytest.mark.parametrize("name", ["ur_gru", "gru", "r_janet"])
 def test_threads_at_different_rows_do_not_meet(name):
-    """Each of two threads has its own sums; one may be a step ahead of the other."""
+    """Five rows of weights in place are blocks of two and three where four would fit."""
     cell, (params, xs, carry) = arrays(CELLS[name], "five_rows_in_place")
     run = jax.jit(functools.partial(rg.unroll, cell, backend="native"))
     expected = rg.unroll(cell, params, xs, carry, backend="scan")

@@ -1,9 +1,9 @@
 """Gated recurrences as kernels: both passes, and the gradients of weights and inputs.
 
 The kernels (``kernels/gated.cc``) do what ``fused`` does, with the same numbers kept between the
-passes, but as one call each, on all cores that a device has. They project the inputs themselves, in
-the loop, so that their share of the pre-activations never goes through memory, or many inputs of
-few rows before it.
+passes, but as one call each, on all cores that a device has. They project the inputs themselves: in
+the loop, so that their share of the pre-activations never goes through memory, or before it where
+inputs are many and rows few.
 
 What is kept are h (and c) of all steps and the pre-activations, which the backward pass overwrites
 with their cotangents. Each kernel is an operation of two forms, see ``switch``.

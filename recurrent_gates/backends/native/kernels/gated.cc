@@ -10,8 +10,9 @@
 // is not valid; one that is reset reads another carry, which the step before it leaves for it.
 //
 // Weights are packed in the order in which they are read: once a call, or those of a single step a
-// few at a time. Those that are read a few times only stay as they are. Threads share the batch,
-// and then never wait for each other, or the units, and then do at every step; see `split`.
+// few at a time. Those that are read a few times only stay as they are, and threads share their
+// rows. Else they share the batch, and then never wait for each other, or the units, and then do at
+// every step; see `split`.
 // Everything is [T, B, F]: time, batch, features.
 
 #include <algorithm>
@@ -145,13 +146,13 @@ enum class Split { kAlone, kRows, kUnits, kInPlace };
 constexpr int64_t kOwnCache = 3 << 18;     // bytes of a core's own cache, for weights
 constexpr int64_t kLeastOfStep = 60000;    // multiply-adds, from which a barrier is little
 constexpr int kPartsOfThread = 4;          // of what is shared: one thread may come late
-constexpr int kOwnParts = 6;               // of a thread, of weights that stay in place; or
-constexpr int kSumsInPlace = 4;            // of all, where each has its own sums of some units,
-constexpr int kMostGroups = 16;            // in so many groups of units at most
 constexpr int64_t kFewRows = 12;           // of all steps, for which weights are not packed
+constexpr int kOwnParts = 6;               // of a thread, of such weights on the way back
+constexpr int kSumsInPlace = 4;            // on the way forward: parts with sums of their own,
+constexpr int kMostGroups = 16;            // and groups of units
 constexpr int64_t kFewInputs = 128;        // that the loop projects itself, whatever the rows;
 constexpr int64_t kFewOfStep = 11;         // more of so few rows are projected before it,
-constexpr int64_t kLeastOfStretch = 48;    // so many rows or more with each weight that is packed
+constexpr int64_t kMostOfInputs = 1 << 24; // where no backward pass keeps them, up to so many
 
 int64_t weights_of(const Arrays& a, int slots) {
   return slots * a.features * (a.features + a.inputs);
@@ -173,15 +174,18 @@ int64_t rows_for_all() { return shared_is_slow() ? 256 : 48; }
 // Bytes of weights, from which the next ones are asked for.
 int64_t least_to_ask_for() { return shared_is_slow() ? 1 << 22 : 1 << 24; }
 
-// Whether the inputs are projected before the loop, those of all steps at once: each step would read
-// their weights for its few rows.
-bool ahead_of_loop(const Arrays& a) {
-  return a.inputs > kFewInputs && a.batch <= kFewOfStep && a.steps * a.batch > kFewRows;
+// Whether the inputs are projected before the loop, those of all steps at once: each step would
+// read their weights for its few rows.
+bool ahead_of_loop(const Arrays& a, int slots, bool keep) {
+  const int64_t rows = a.steps * a.batch;
+  if (!keep && rows * slots * a.features > kMostOfInputs) return false;
+  return a.inputs > kFewInputs && a.batch <= kFewOfStep && rows > kFewRows;
 }
 
-// How threads share a loop: units with weights that stay in place, where all steps have few rows; rows where all weights fit each one's cache, or where each has many rows; else units,
-// where a step is long enough for a barrier. Units of a single step, which has at most one, if they
-// come out even: each thread then reads what it has packed itself.
+// How threads share a loop: what weights that stay in place are multiplied with, where all steps
+// have few rows; rows where all weights fit each one's cache, or where each has many rows; else
+// units, where a step is long enough for a barrier. Units of a single step, which has at most one,
+// if they come out even: each thread then reads what it has packed itself.
 Split split(const Arrays& a, int slots, int threads) {
   const int64_t weights = weights_of(a, slots), vectors = up(a.features, kLanes);
   if (a.steps * a.batch <= kFewRows) return Split::kInPlace;
@@ -218,7 +222,11 @@ void share_in_place(const XLA_FFI_CallFrame* frame, int threads, int64_t weights
   auto& pass = passes[reinterpret_cast<uintptr_t>(first) / 4096 % passes.size()];
   in_own_parts(frame, threads, parts, pass.fetch_add(1, std::memory_order_relaxed) % 2, run);
 }
-int own_parts(int threads) { return std::min(kOwnParts * threads, 64); }
+int own_parts(int threads) {
+  constexpr int kMost = 64;  // of OwnParts
+  threads = std::min(threads, kMost);
+  return threads * std::min(kOwnParts, kMost / threads);
+}
 
 // Rows in blocks of at most `most`, a multiple of the threads where that leaves two rows a block.
 struct Blocks {
@@ -323,14 +331,14 @@ struct Forward {
   template <int rows>
   using Sums = Vector[rows][kSums];
 
-  // z = W x of all rows, before the loop. A part packs the weights of a block of units, and multiplies
-  // a stretch of rows with them, whose xs stay in a core's own cache for the next block.
+  // z = W x of all rows, before the loop. A part packs a block of units' weights and multiplies
+  // a stretch of rows by them, whose xs stay in a core's own cache for the next block.
   int64_t size_of_kernels() const { return a.inputs * G * kLanes; }  // of a block
   int parts_of_inputs() const { return threads * kPartsOfThread; }
   int64_t scratch_of_inputs() const { return parts_of_inputs() * size_of_kernels(); }
   void project(const XLA_FFI_CallFrame* frame, float* scratch) const {
     const int64_t all = a.steps * a.batch, weights = G * a.features * a.inputs;
-    const int64_t most = std::max<int64_t>(kLeastOfStretch, kOwnCache / (8 * a.inputs));
+    const int64_t most = std::max<int64_t>(48, kOwnCache / (8 * a.inputs));  // rows of a stretch
     const int64_t stretches = up(all, most);
     const int team = all * weights < kLeastOfCall ? 1 : threads;
     in_parts(frame, team, parts_of_inputs(), [&](int n, int parts) {
@@ -463,8 +471,8 @@ struct Forward {
     return team(how, threads) * few_blocks() * block_size();
   }
 
-  // Weights that are read where they are: threads share out the numbers of x and h_tm1, and so whole
-  // rows of weights, which lie side by side in memory; many threads share out the units as well.
+  // Weights that are read where they are: threads share out the numbers of x and h_tm1, and so
+  // whole rows of weights, which lie side by side in memory; many threads share the units as well.
   // Each part of the numbers has its own sums, [parts][blocks][slots][rows][lanes]: how many there
   // are does not depend on the threads, so that no bit does. Those of x are formed at the first
   // step, of all steps.
@@ -481,44 +489,45 @@ struct Forward {
   PartialSums of_x() const {
     return {a.packed, a.inputs == 0 ? 0 : a.steps * a.batch, blocks()};
   }
-  PartialSums of_h() const { return {a.packed + parts_of_numbers() * of_x().size(), a.batch, blocks()}; }
+  PartialSums of_h() const {
+    return {a.packed + parts_of_numbers() * of_x().size(), a.batch, blocks()};
+  }
 
-  // A part of the sums: over some of the `count` numbers of each row of x, where steps are valid.
+  // A part of the sums of some blocks: over some of the `count` numbers of each row of x, where
+  // steps are valid. A few rows of weights at a time meet all rows of x.
   void sum_in_place(const float* x, int64_t first, Range numbers, int64_t count,
                     const float* const* weights, const PartialSums& sums, int part,
                     Range blocks) const {
+    constexpr int64_t kFew = 16;
     std::fill(sums.at(part, blocks.begin, 0, 0), sums.at(part, blocks.end, 0, 0), 0.0f);
     const Blocks rows(sums.rows, kRows, 1);
-    rows.each({0, rows.count}, [&](int64_t row, int n) {
-      if (!any_valid(first + row, n)) return;
-      with_count<kRows>(n, [&](auto known) {
-        sum_rows_in_place<decltype(known)::value>(x + row * count, numbers, count, weights,
-                                                  sums.at(part, 0, 0, row), sums.rows, blocks);
+    for (int64_t k = numbers.begin; k < numbers.end; k += kFew) {
+      const Range some{k, std::min(numbers.end, k + kFew)};
+      rows.each({0, rows.count}, [&](int64_t row, int n) {
+        if (!any_valid(first + row, n)) return;
+        with_count<kRows>(n, [&](auto known) {
+          constexpr int m = decltype(known)::value;
+          for (int g = 0; g < G; ++g)
+            add_in_place<m>(x + row * count, some, count, weights[g], blocks,
+                            sums.at(part, 0, g, row), G * sums.rows * kLanes);
+        });
       });
-    });
+    }
   }
+  // The sums of blocks are `next` apart, those of the first of all at `sums`.
   template <int rows>
-  void sum_rows_in_place(const float* x, Range numbers, int64_t count, const float* const* weights,
-                         float* sums, int64_t all_rows, Range blocks) const {
-    constexpr int kBlocks = kRegisters == 16 ? 2 : 1;  // at once: of 8 lanes, a line of memory
-    constexpr int64_t kFew = 16;
-    const int64_t next = all_rows * kLanes;  // slot
-    for (int64_t k = numbers.begin; k < numbers.end; k += kFew)
-      for (int g = 0; g < G; ++g) {
-        const Range some{k, std::min(numbers.end, k + kFew)};
-        int64_t block = blocks.begin;
-        for (; block + kBlocks <= blocks.end; block += kBlocks)
-          add_in_place<rows, kBlocks>(x, some, count, weights[g], block,
-                                      sums + (block * G + g) * next, G * next);
-        for (; block < blocks.end; ++block)
-          add_in_place<rows, 1>(x, some, count, weights[g], block, sums + (block * G + g) * next,
-                                G * next);
-      }
-  }
-  // Some numbers' share of the sums of `wide` blocks.
-  template <int rows, int wide>
   void add_in_place(const float* x, Range numbers, int64_t count, const float* weights,
-                    int64_t block, float* sums, int64_t next) const {
+                    Range blocks, float* sums, int64_t next) const {
+    constexpr int kBlocks = kRegisters == 16 ? 2 : 1;  // at once: of 8 lanes, a line of memory
+    int64_t block = blocks.begin;
+    for (; block + kBlocks <= blocks.end; block += kBlocks)
+      add_blocks<rows, kBlocks>(x, numbers, count, weights, block, sums + block * next, next);
+    for (; block < blocks.end; ++block)
+      add_blocks<rows, 1>(x, numbers, count, weights, block, sums + block * next, next);
+  }
+  template <int rows, int wide>
+  void add_blocks(const float* x, Range numbers, int64_t count, const float* weights,
+                  int64_t block, float* sums, int64_t next) const {
     const int64_t F = a.features, at = block * kLanes;
     const int n = std::min<int64_t>(kLanes, F - at - (wide - 1) * kLanes);  // of the last
     Vector sum[rows][wide];
@@ -548,7 +557,8 @@ struct Forward {
     const Carries carries = carries_of(step);
     const int64_t D = step == 0 ? a.inputs : 0, F = a.features, row = a.row(a.time(step), 0);
     const int parts = parts_of_numbers(), groups = groups_of_units();
-    share_in_place(frame, threads, weights_of(a, G), parts * groups, a.weights[0], [&](int n, int) {
+    const int64_t weights = G * F * (D + F);  // of this step
+    share_in_place(frame, threads, weights, parts * groups, a.weights[0], [&](int n, int) {
       const Range mine = part(D + F, n % parts, parts), units = part(blocks(), n / parts, groups);
       const Range xs{std::min(mine.begin, D), std::min(mine.end, D)};
       const Range hs{std::max(mine.begin, D) - D, std::max(mine.end, D) - D};
@@ -910,7 +920,8 @@ struct InputCotangents {
     const int64_t panels = weights.panels();
     if (in_place()) {
       const int64_t count = G * a.features * a.inputs;
-      share_in_place(frame, threads, count, own_parts(threads), weights.weights[0], [&](int n, int parts) {
+      const float* first = weights.weights[0];
+      share_in_place(frame, threads, count, own_parts(threads), first, [&](int n, int parts) {
         const Range own = part(panels, n, parts);
         const Blocks blocks(rows(), kRows, 1);
         blocks.each({0, blocks.count}, [&](int64_t row, int count) {
@@ -987,7 +998,7 @@ void forward(const XLA_FFI_CallFrame* frame) {
     a.cs = read.out();
   }
   const int threads = threads_of(frame, read);
-  const bool ahead = ahead_of_loop(a);
+  const bool ahead = ahead_of_loop(a, G, keep);
   Arrays in_loop = a;
   if (ahead) in_loop.inputs = 0;
   const Forward<Cell> inputs(a, keep, threads), loop(in_loop, keep, threads);

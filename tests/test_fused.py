@@ -30,15 +30,14 @@ STEPS, BATCH, INPUTS, FEATURES = 7, 2, 3, 4
 CHUNK = 3  # does not divide the 7 steps
 
 GATED = ("lstm", "gru_after", "gru_before", "gru_no_reset", "janet")
-PLAIN = (
-    *("lstm_two_biases", "gru_two_biases", "lstm_lecture", "gru_d"),
-    *("rnn", "exploding", "gato1", "gato2"),
-)
+BIASED = ("lstm", "gru_after")
+PLAIN = ("lstm_lecture", "gru_d", "rnn", "exploding", "gato1", "gato2")
 
 FACTORS = {
     "family": GATED + PLAIN,
     # C, CR and CM are U, UR and UM with other values of b, which are random here.
     "gate": tuple(gate for gate in rg.GATES if gate not in ("c", "cr", "cm")),
+    "biases": (1, 2),  # vectors
     "carry": ("none", "detach", "detach_own_other", "damp", "zoneout", "zoneout_mean"),
     "mask": ("none", "lengths", "valid"),
     "resets": (False, True),
@@ -52,14 +51,19 @@ CONDITIONS = (
     {},
     *(
         {name: level}
-        for name in ("mask", "resets", "reverse", "chunk", "products", "around")
+        for name in ("biases", "mask", "resets", "reverse", "chunk", "products", "around")
         for level in FACTORS[name][1:]
     ),
 )
 
 
-def possible(family, gate):
-    return family in GATED or gate == "standard"
+def possible(row):
+    """Whether there are cells with these levels: plain ones have no gate to choose, and two vectors
+    of biases are those of the two families in ``BIASED``."""
+    family = row.get("family")
+    if family not in (None, *GATED) and row.get("gate", "standard") != "standard":
+        return False
+    return family in (None, *BIASED) or row.get("biases", 1) == 1
 
 
 def covering_array():
@@ -71,7 +75,7 @@ def covering_array():
         for pair in itertools.product(
             [(a, level) for level in FACTORS[a]], [(b, level) for level in FACTORS[b]]
         )
-        if {a, b} != {"family", "gate"} or possible(pair[0][1], pair[1][1])
+        if possible(dict(pair))
     }
     rows, draw = [], np.random.default_rng(0)
 
@@ -89,14 +93,7 @@ def covering_array():
                         draw.shuffle(
                             levels
                         )  # of equals elsewhere the first level, the plainest, is taken
-                    if name == "gate":
-                        levels = [gate for gate in levels if possible(row["family"], gate)]
-                    if name == "family":
-                        levels = [
-                            family
-                            for family in levels
-                            if possible(family, row.get("gate", "standard"))
-                        ]
+                    levels = [level for level in levels if possible({**row, name: level})]
                     trial = [
                         {
                             key: {**row, name: level}[key]
@@ -117,9 +114,10 @@ def covering_array():
 def full_product():
     first = {name: levels[0] for name, levels in FACTORS.items()}
     for family, gate, carry in itertools.product(FACTORS["family"], rg.GATES, FACTORS["carry"]):
-        if possible(family, gate):
-            for condition in CONDITIONS:
-                yield {**first, "family": family, "gate": gate, "carry": carry, **condition}
+        for condition in CONDITIONS:
+            row = {**first, "family": family, "gate": gate, "carry": carry, **condition}
+            if possible(row):
+                yield row
 
 
 def name_of(row):
@@ -137,20 +135,18 @@ def pytest_generate_tests(metafunc):
 pytestmark = pytest.mark.usefixtures("x64")
 
 
-def build(family, gate="standard"):
+def build(family, gate="standard", biases=1):
     spec = rg.GATES[gate]
     if spec.master:
         spec = dataclasses.replace(spec, downsize=2)
     settings = dict(param_dtype=jnp.float64)
     sigmoid = dict(activation=jax.nn.sigmoid, output_activation=jax.nn.sigmoid)
     return {
-        "lstm": lambda: rg.LSTM(FEATURES, gate=spec, **settings),
-        "gru_after": lambda: rg.GRU(FEATURES, gate=spec, **settings),
+        "lstm": lambda: rg.LSTM(FEATURES, gate=spec, bias_vectors=biases, **settings),
+        "gru_after": lambda: rg.GRU(FEATURES, gate=spec, bias_vectors=biases, **settings),
         "gru_before": lambda: rg.GRU(FEATURES, gate=spec, reset="before", **settings),
         "gru_no_reset": lambda: rg.GRU(FEATURES, gate=spec, reset=False, **settings),
         "janet": lambda: rg.JANET(FEATURES, gate=spec, **settings),
-        "lstm_two_biases": lambda: rg.LSTM(FEATURES, bias_vectors=2, **settings),
-        "gru_two_biases": lambda: rg.GRU(FEATURES, bias_vectors=2, **settings),
         "lstm_lecture": lambda: rg.LSTM(FEATURES, forget_gate=False, **sigmoid, **settings),
         "gru_d": lambda: rg.GRUD(FEATURES, bias_vectors=2, **settings),
         "rnn": lambda: rg.Elman(FEATURES, **settings),
@@ -271,7 +267,7 @@ def test_fused_is_the_scan(row, monkeypatch):
     monkeypatch.setattr(products, "merges", lambda loop, **_: row["products"] == "merged")
     if row["products"] == "merged":  # as on a GPU
         monkeypatch.setattr(fused, "_skips", lambda: False)
-    cell = build(row["family"], row["gate"])
+    cell = build(row["family"], row["gate"], row["biases"])
     compare(
         cell,
         options(row, cell, np.random.default_rng(zlib.crc32(name_of(row).encode()))),
@@ -284,8 +280,7 @@ def test_the_covering_array_covers():
     for a, b in itertools.combinations(FACTORS, 2):
         seen = {(row[a], row[b]) for row in rows}
         levels = set(itertools.product(FACTORS[a], FACTORS[b]))
-        if (a, b) == ("family", "gate"):
-            levels = {pair for pair in levels if possible(*pair)}
+        levels = {pair for pair in levels if possible(dict(zip((a, b), pair, strict=True)))}
         assert seen == levels
 
 

@@ -44,15 +44,15 @@ CELLS = {
     ),
 }
 # (T, batch, D, F): odd widths; no batch and two axes of it; inputs projected before the loop, and
-# as many that are projected in it; weights in place, of one step, two, and many units; threads
-# that share rows; threads that share units.
+# as many that are projected in it; one step; weights in place, of four steps, two, and many
+# units; threads that share rows; threads that share units.
 SIZES = {
     "small": (5, (3,), 2, 5),
     "one_row": (4, (), 3, 17),
     "two_axes": (3, (2, 3), 1, 16),
     "wide_inputs": (3, (5,), 130, 6),
     "wide_inputs_of_many_rows": (3, (13,), 131, 37),
-    "one_step": (1, (7,), 3, 33),
+    "one_step": (1, (17,), 3, 33),
     "two_steps": (2, (1,), 140, 35),
     "few_steps_of_many_units": (2, (2,), 60, 300),
     "rows": (3, (41,), 9, 72),
@@ -218,7 +218,7 @@ def test_helpers_may_still_use_every_core():
 
 
 @pytest.mark.parametrize("name", ["ur_gru", "gru", "r_janet"])
-def test_threads_at_different_rows_do_not_meet(name):
+def test_blocks_of_rows_in_place_do_not_meet(name):
     """Five rows of weights in place are blocks of two and three where four would fit."""
     cell, (params, xs, carry) = arrays(CELLS[name], "five_rows_in_place")
     run = jax.jit(functools.partial(rg.unroll, cell, backend="native"))

@@ -148,8 +148,7 @@ constexpr int64_t kLeastOfStep = 60000;    // multiply-adds, from which a barrie
 constexpr int kPartsOfThread = 4;          // of what is shared: one thread may come late
 constexpr int64_t kFewRows = 12;           // of all steps, for which weights are not packed
 constexpr int kOwnParts = 6;               // of a thread, of such weights on the way back
-constexpr int kSumsInPlace = 4;            // on the way forward: parts with sums of their own,
-constexpr int kMostGroups = 16;            // and groups of units
+constexpr int kSumsInPlace = 4;            // on the way forward: parts with sums of their own
 constexpr int64_t kFewInputs = 128;        // that the loop projects itself, whatever the rows;
 constexpr int64_t kFewOfStep = 11;         // more of so few rows are projected before it,
 constexpr int64_t kMostOfInputs = 1 << 24; // where no backward pass keeps them, up to so many
@@ -223,9 +222,8 @@ void share_in_place(const XLA_FFI_CallFrame* frame, int threads, int64_t weights
   in_own_parts(frame, threads, parts, pass.fetch_add(1, std::memory_order_relaxed) % 2, run);
 }
 int own_parts(int threads) {
-  constexpr int kMost = 64;  // of OwnParts
-  threads = std::min(threads, kMost);
-  return threads * std::min(kOwnParts, kMost / threads);
+  threads = std::min(threads, kMostOwnParts);
+  return threads * std::min(kOwnParts, kMostOwnParts / threads);
 }
 
 // Rows in blocks of at most `most`, a multiple of the threads where that leaves two rows a block.
@@ -485,7 +483,7 @@ struct Forward {
     }
   };
   int parts_of_numbers() const { return weights_of(a, G) < kLeastOfWeights ? 1 : kSumsInPlace; }
-  int groups_of_units() const { return std::min<int>(up(threads, 2), kMostGroups); }
+  int groups_of_units() const { return std::min<int>(up(threads, 2), kMostOwnParts / kSumsInPlace); }
   PartialSums of_x() const {
     return {a.packed, a.inputs == 0 ? 0 : a.steps * a.batch, blocks()};
   }

@@ -261,13 +261,14 @@ void in_parts(const XLA_FFI_CallFrame* frame, int threads, int parts, Run run) {
   job->wait_for_all();
 }
 
+constexpr int kMostOwnParts = 64;  // one bit each
+
 // Parts of which each thread has some that it takes first, from the first to the last or `back`;
 // then it takes those that others have left. A leader and its only helper have the same ones every
 // time, and their caches may hold what they read for them before.
 template <typename Run>
 class OwnParts : public Job {
  public:
-  static constexpr int kMost = 64;
   OwnParts(int threads, int parts, bool back, Run run)
       : threads_(threads), parts_(parts), back_(back), run_(run) {}
   void help() override { take(asked_.fetch_add(1)); }
@@ -299,7 +300,7 @@ class OwnParts : public Job {
   std::atomic<uint64_t> taken_{0};
 };
 
-// At most OwnParts::kMost parts.
+// At most kMostOwnParts parts.
 template <typename Run>
 void in_own_parts(const XLA_FFI_CallFrame* frame, int threads, int parts, bool back, Run run) {
   threads = std::min(threads, parts);

@@ -237,11 +237,20 @@ def markdown(entries: Sequence[Entry], labels: Sequence[str], metric: Metric) ->
     return tables.markdown(head, rows)
 
 
-def statistics(values: Sequence[float | None], metric: Metric) -> str:
-    """``mean [min, max]`` of the seeds, and an asterisk for each that diverged."""
+def statistics(
+    values: Sequence[float | None], metric: Metric, weights: Sequence[float] | None = None
+) -> str:
+    """``mean [min, max]`` of the seeds, and an asterisk for each that diverged.
+
+    Args:
+      values: a score of each run.
+      metric: that they are of.
+      weights: of the runs in the mean; None: equal ones.
+    """
     bad = -np.inf if metric.higher_is_better else np.inf
     numbers = [bad if value is None else value for value in values]
-    shown = [_number(np.mean(numbers)), _number(min(numbers)), _number(max(numbers))]
+    mean = np.average(numbers, weights=weights)
+    shown = [_number(mean), _number(min(numbers)), _number(max(numbers))]
     text = "{} [{}, {}]".format(*shown) if len(numbers) > 1 else shown[0]
     return text + "*" * list(values).count(None)
 

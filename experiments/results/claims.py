@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from experiments.compare.table import statistics
 from experiments.results.records import Results
 from experiments.settings.errors import UserError
+from experiments.settings.metrics import Metric
 
 DOCUMENTS = ("GATO", "UR-gates", "h-detach", "lecture")
 SETTLED = ("holds", "holds only under", "contradicted")
@@ -21,13 +21,14 @@ ENOUGH = 3  # seeds that a verdict needs
 
 class _Row(Protocol):
     @property
-    def values(self) -> list[float | None]: ...
+    def seeds(self) -> list[int]: ...
     @property
-    def seeds(self) -> set[int]: ...
+    def n(self) -> str: ...
     @property
     def finished(self) -> bool: ...
     @property
     def steps(self) -> list[int]: ...
+    def statistics(self, metric: Metric) -> str: ...
 
 
 Select = Callable[[str, Mapping[str, Any]], tuple[Results, _Row]]
@@ -46,7 +47,8 @@ class Claim:
       because: the condition under which it holds, why it is undecided or was not run.
       size: of ours against the paper's.
       results: ``{"file", flag: value, ...}``: the row of a file of results that is ours.
-      ours: what is ours where that is no score of runs.
+      of: what ours is a score of, where the claim does not say it.
+      ours: more of ours, or what it is where that is no score of runs.
       evidence: the file of tests, or of numbers, that shows it.
     """
 
@@ -58,6 +60,7 @@ class Claim:
     because: str = ""
     size: str = ""
     results: dict[str, Any] = dataclasses.field(default_factory=dict)
+    of: str = ""
     ours: str = ""
     evidence: str = ""
 
@@ -134,11 +137,9 @@ def _counts(claims: Sequence[Claim]) -> str:
 
 def _unsettled(row: _Row) -> list[str]:
     """Why its runs leave a claim undecided."""
-    count, seeds = len(row.values), len(row.seeds)
     reasons = []
-    if seeds < ENOUGH:
-        again = "" if count == seeds else f" of {seeds} seed{'s' if seeds > 1 else ''}"
-        reasons.append(f"n = {count}{again}")
+    if len(set(row.seeds)) < ENOUGH:
+        reasons.append(f"n = {row.n}")
     if not row.finished:
         reasons.append(f"step {row.steps[-1]:,}, unfinished")
     return reasons
@@ -150,7 +151,9 @@ def _cells(one: Claim, select: Select) -> list[str]:
     if one.results:
         selection = {name: value for name, value in one.results.items() if name != "file"}
         results, row = select(one.results["file"], selection)
-        values = f"{statistics(row.values, results.metric)}, n = {len(row.values)}"
+        name = results.metric.name.replace("_", " ")
+        label = f"{one.of}: {name}" if one.of else name
+        values = f"{label} {row.statistics(results.metric)}, n = {row.n}"
         ours = f"{values}; {ours}" if ours else values
         reasons += _unsettled(row)
         if reasons and verdict in SETTLED:

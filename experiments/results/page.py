@@ -12,7 +12,9 @@ braces is a table:
 ``{figure NAME [flag=value ...]}``
     their learning curves, drawn into ``docs/images/results``;
 ``{numbers NAME}``
-    a table of ``papers.toml`` or of ``measurements.toml``, as it stands there.
+    a table of ``papers.toml`` or of ``measurements.toml``, as it stands there;
+``{sweeps}``
+    what each sweep asks, and how many of its runs are among the results.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ import numpy as np
 
 from experiments.command import tables
 from experiments.compare.table import statistics
-from experiments.results import claims
+from experiments.results import claims, sweeps
 from experiments.results.figure import Figure
 from experiments.results.records import Record, Results, read
 from experiments.settings.errors import UserError
+from experiments.settings.metrics import Metric
 
 _TABLE = re.compile(r"^\{(.*)\}$", re.MULTILINE)
 _NUMBER = re.compile(r"(\d+\.?\d*(?:e-?\d+)?)")
@@ -50,13 +53,23 @@ class Row(NamedTuple):
 
     @property
     def values(self) -> list[float | None]:
-        """The score of each seed."""
+        """The score of each run of a seed."""
         return [value for run in self.runs for value in run.values]
 
     @property
-    def seeds(self) -> set[int]:
-        """The different seeds; one that two revisions ran is one."""
-        return {seed for run in self.runs for seed in run.seeds}
+    def seeds(self) -> list[int]:
+        """The seed of each of these."""
+        return [seed for run in self.runs for seed in run.seeds]
+
+    def statistics(self, metric: Metric) -> str:
+        """``mean [min, max]``: a seed that several revisions ran counts once in the mean."""
+        return statistics(self.values, metric, [1 / self.seeds.count(one) for one in self.seeds])
+
+    @property
+    def n(self) -> str:
+        """How many seeds there are, and how many runs where these are more."""
+        seeds, runs = len(set(self.seeds)), len(self.seeds)
+        return f"{seeds}" if seeds == runs else f"{seeds} ({runs} runs)"
 
     @property
     def finished(self) -> bool:
@@ -151,6 +164,7 @@ def _table(directory: Path, section: Path, words: Sequence[str]) -> str:
         "curve": _curve,
         "figure": _figure,
         "numbers": _numbers,
+        "sweeps": sweeps.markdown,
     }
     if not words or words[0] not in makers:
         raise UserError(
@@ -187,8 +201,8 @@ def _runs(directory: Path, name: str, *words: str) -> str:
         body.append(
             [
                 row.label,
-                statistics(row.values, metric),
-                str(len(row.values)),
+                row.statistics(metric),
+                row.n,
                 steps + ("" if row.finished else ", unfinished"),
                 f"{sum(seconds):,.0f}" if seconds else "",
                 _one({f"{run.parameters:,}" for run in row.runs if run.parameters}),

@@ -57,7 +57,7 @@ class Run(NamedTuple):
     @property
     def command(self) -> list[str]:
         """The command line of its process."""
-        texts = [f"--{name}={_text(value)}" for name, value in self.flags.items()]
+        texts = [f"--{name}={text(value)}" for name, value in self.flags.items()]
         module = f"experiments.{self.experiment.name}"
         return [sys.executable, "-m", module, *texts, f"--workdir={self.workdir}"]
 
@@ -69,7 +69,7 @@ class Run(NamedTuple):
     @property
     def row(self) -> tuple[tuple[str, str], ...]:
         """The flags that it shares with the other seeds and rates of its row."""
-        return tuple((n, _text(value)) for n, value in self.flags.items() if n not in _SWEPT)
+        return tuple((n, text(value)) for n, value in self.flags.items() if n not in _SWEPT)
 
 
 def read(path: Path, directory: Path) -> list[Run]:
@@ -82,6 +82,20 @@ def read(path: Path, directory: Path) -> list[Run]:
     Raises:
       UserError: if the file cannot be read, or one of its runs cannot be.
     """
+    experiment, combinations = asked(path)
+    runs = [_run(path, experiment, combination, directory) for combination in combinations]
+    twice = [run for run in runs if [other.workdir for other in runs].count(run.workdir) > 1]
+    if twice:
+        raise UserError(f"{path} asks twice for the same run: {twice[0].line}.")
+    return runs
+
+
+def asked(path: Path) -> tuple[Experiment, list[Flags]]:
+    """The binary of a file and the flags of each of its runs; their values are not checked.
+
+    Raises:
+      UserError: if the file cannot be read, or is not of a sweep.
+    """
     try:
         content = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
@@ -93,14 +107,7 @@ def read(path: Path, directory: Path) -> list[Run]:
     binary = content.get("binary")
     if not isinstance(binary, str) or binary not in by_name:
         raise UserError(f'{path}: binary = "..." must be one of {", ".join(by_name)}.')
-    runs = [
-        _run(path, by_name[binary], combination, directory)
-        for combination in _combinations(path, content)
-    ]
-    twice = [run for run in runs if [other.workdir for other in runs].count(run.workdir) > 1]
-    if twice:
-        raise UserError(f"{path} asks twice for the same run: {twice[0].line}.")
-    return runs
+    return by_name[binary], list(_combinations(path, content))
 
 
 def _combinations(path: Path, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -136,7 +143,7 @@ def _check_names(path: Path, content: Mapping[str, Any], allowed: set[str]) -> N
 
 
 def _run(path: Path, experiment: Experiment, flag_values: Flags, directory: Path) -> Run:
-    texts = [f"--{name}={_text(value)}" for name, value in flag_values.items()]
+    texts = [f"--{name}={text(value)}" for name, value in flag_values.items()]
     try:
         parsed = flags.parse(
             ["sweep", *texts], lambda values: flags.define_experiment(experiment, values)
@@ -153,7 +160,7 @@ def _run(path: Path, experiment: Experiment, flag_values: Flags, directory: Path
     return Run(experiment, dict(flag_values), config, directory / label)
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
     if isinstance(value, list):
-        return ",".join(map(_text, value))
+        return ",".join(map(text, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

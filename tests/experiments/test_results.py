@@ -347,8 +347,53 @@ def test_a_verdict_needs_three_finished_seeds(tmp_path):
 def test_a_seed_that_two_revisions_ran_is_one_seed(tmp_path):
     (tmp_path / "papers.toml").write_text(CLAIM)
     runs = [one_record([0.5, 0.6]), dataclasses.replace(one_record([0.7]), revision="0123abc")]
-    with pytest.raises(UserError, match=r"with n = 3 of 2 seeds: it is undecided"):
+    with pytest.raises(UserError, match=r"with n = 2 \(3 runs\): it is undecided"):
         pages(tmp_path, runs, "{claims}")
+    undecided = CLAIM.replace("holds", "undecided") + 'of = "gates"\nours = "others less"\n'
+    (tmp_path / "papers.toml").write_text(undecided)
+    first_again = dataclasses.replace(one_record([0.2]), revision="0123abc")
+    shown = cells(pages(tmp_path, [runs[0], first_again], "{claims}"))[2]
+    # Seed 0 has 0.5 and 0.2, seed 1 has 0.6.
+    assert shown[3] == "gates: score 0.4750 [0.2000, 0.6000], n = 2 (3 runs); others less"
+    assert cells(pages(tmp_path, [runs[0], first_again], "{runs some}"))[2][1:3] == [
+        "0.4750 [0.2000, 0.6000]",
+        "2 (3 runs)",
+    ]
+
+
+def test_the_sweeps_say_which_of_their_runs_are_finished(tmp_path):
+    sweeps = tmp_path / "sweeps"
+    sweeps.mkdir()
+    common = '# Does it learn?\n# And which?\nbinary = "copy"\n[settings]\ndata_dir = "data"\n'
+    (sweeps / "all.toml").write_text(f'{common}[grid]\ncell = ["gru"]\nlearning_rate = [1e-2]\n')
+    grid = 'protocol = "ur"\n[grid]\ncell = ["gru", "lstm"]\nkeep_best = [true, false]\n'
+    (sweeps / "part.toml").write_text(common + grid)
+    commands = [
+        "copy --protocol=small --cell=gru --learning_rates=0.01",
+        "copy --protocol=ur --keep_best=true --cell=gru",
+        "adding --protocol=ur --cell=gru --keep_best=false",
+        "copy --protocol=small --cell=lstm --keep_best=true",
+        "copy --protocol=ur --cell=lstm --keep_best=true",
+    ]
+    runs = [
+        dataclasses.replace(
+            one_record([0.5], number=n),
+            command=f"python -m experiments.{command}",
+            finished=n < len(commands) - 1,
+        )
+        for n, command in enumerate(commands)
+    ]
+    question, results = "Does it learn? And which?", "[some.json](results/some.json)"
+    assert cells(pages(tmp_path, runs, "{sweeps}"))[2:] == [
+        ["[part.toml](results/sweeps/part.toml)", question, "1 of 4", results],
+        ["[all.toml](results/sweeps/all.toml)", question, "1 of 1", results],
+    ]
+    (sweeps / "part.toml").write_text(f"# Why?\n{grid.partition(chr(10))[2]}")
+    with pytest.raises(UserError, match=r'part.toml: binary = "..." must be one of'):
+        pages(tmp_path, runs, "{sweeps}")
+    (sweeps / "part.toml").write_text(common[common.index("binary") :] + grid)
+    with pytest.raises(UserError, match="must begin with a comment that says what"):
+        pages(tmp_path, runs, "{sweeps}")
 
 
 @pytest.mark.parametrize(

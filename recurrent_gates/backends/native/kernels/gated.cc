@@ -226,6 +226,17 @@ int own_parts(int threads) {
   return threads * std::min(kOwnParts, kMostOwnParts / threads);
 }
 
+// What of a range has its turn at a step, and 1 or -1: every other step goes from the end to the
+// beginning. Of more weights than a cache holds, it then still holds those that were read last.
+template <typename Turn>
+void to_and_fro(Range range, int64_t step, Turn turn) {
+  if (step % 2 == 0) {
+    for (int64_t n = range.begin; n < range.end; ++n) turn(n, 1);
+  } else {
+    for (int64_t n = range.end - 1; n >= range.begin; --n) turn(n, -1);
+  }
+}
+
 // Rows in blocks of at most `most`, a multiple of the threads where that leaves two rows a block.
 struct Blocks {
   int64_t rows, count;
@@ -431,14 +442,14 @@ struct Forward {
 
   template <int rows>
   void block(int64_t step, const Carries& carries, int64_t b, int64_t block, const float* weights,
-             Range all) const {
+             const float* next, Range all) const {
     const int64_t row = a.row(a.time(step), b);
     Sums<rows> sums;
     start<rows>(a.time(step), b, block, sums);
     if (any_valid(row, rows)) {
       const int64_t turns = (a.inputs + a.features) * (G / kWide<rows>);
       const int64_t whole = at_once(a, how) ? 0 : packed_size();
-      Ahead ahead = share(weights + block_size(), block_size(), whole, b, rows, all, turns);
+      Ahead ahead = share(next, block_size(), whole, b, rows, all, turns);
       multiply<rows, true>(a.xs + row * a.inputs, a.inputs, weights, sums, ahead);
       multiply<rows, false>(carries.h_tm1 + b * a.features, a.features,
                             weights + a.inputs * G * kLanes, sums, ahead);
@@ -609,12 +620,15 @@ struct Forward {
             const float* weights) const {
     const Carries carries = carries_of(step);
     const Range all = rows.range(of_rows);
-    for (int64_t n = blocks.begin; n < blocks.end; ++n, weights += block_size())
+    to_and_fro(blocks, step, [&](int64_t n, int direction) {
+      const float* own = weights + (n - blocks.begin) * block_size();
+      const float* next = own + direction * block_size();
       rows.each(of_rows, [&](int64_t b, int count) {
         with_count<kRows>(count, [&](auto known) {
-          block<decltype(known)::value>(step, carries, b, n, weights, all);
+          block<decltype(known)::value>(step, carries, b, n, own, next, all);
         });
       });
+    });
   }
 
   void run(const XLA_FFI_CallFrame* frame) const {
@@ -731,7 +745,7 @@ struct Backward {
   }
 
   template <int rows, int wide>
-  void block(int64_t t, float scale, int64_t b, int64_t panel, const float* from,
+  void block(int64_t t, float scale, int64_t b, int64_t panel, const float* from, int direction,
              Range all) const {
     const int64_t F = a.features, at = weights.of_panel(panel).begin * kLanes;
     const int64_t size = G * F * wide * kLanes;
@@ -740,7 +754,8 @@ struct Backward {
       for (int j = 0; j < wide; ++j) sum[m][j] = zero();
     weights.template multiply<rows, wide>(
         d_products, a.row(t, b), {0, G}, from, sum,
-        share(from + size, size, at_once(a, how) ? 0 : weights.size(), b, rows, all, G * F));
+        share(from + direction * size, size, at_once(a, how) ? 0 : weights.size(), b, rows, all,
+              G * F));
     for (int m = 0; m < rows; ++m)
       for (int j = 0; j < wide; ++j) {
         const int n = std::min<int64_t>(kLanes, F - at - j * kLanes);
@@ -780,7 +795,7 @@ struct Backward {
     const Range all = rows.range(of_rows);
     const int64_t t = a.time(step);
     const float scale = a.scale[t];
-    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+    to_and_fro(panels, step, [&](int64_t panel, int direction) {
       const Range own = weights.of_panel(panel);
       if (scale == 0.0f) {  // h-detach: nothing reaches h_tm1
         const int64_t at = own.begin * kLanes;
@@ -789,7 +804,7 @@ struct Backward {
           if (!a.invalid(a.row(t, b))) std::fill_n(a.d_h + b * a.features + at, n, 0.0f);
           reset(t, b, at, n);
         }
-        continue;
+        return;
       }
       if (how == Split::kInPlace) {
         rows.each(of_rows, [&](int64_t b, int count) {
@@ -797,16 +812,17 @@ struct Backward {
             block_in_place<decltype(known)::value>(t, scale, b, panel);
           });
         });
-        continue;
+        return;
       }
       if (few != nullptr) weights.pack(panel, few);
       const float* packed = few != nullptr ? few : weights.packed_panel(panel);
       rows.each(of_rows, [&](int64_t b, int count) {
         weights.with_counts(count, panel, [&](auto known, auto wide) {
-          block<decltype(known)::value, decltype(wide)::value>(t, scale, b, panel, packed, all);
+          block<decltype(known)::value, decltype(wide)::value>(t, scale, b, panel, packed,
+                                                               direction, all);
         });
       });
-    }
+    });
   }
 
   void run(const XLA_FFI_CallFrame* frame) const {

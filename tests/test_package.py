@@ -204,7 +204,8 @@ ROOMS = (
     {"forgetting", "transfer_copy"},
     {"catalog"},
     {"compare", "diagnose"},
-    {"sweep", "results"},
+    {"sweep"},
+    {"results"},
     {""},  # __init__.py
 )
 EXPERIMENTS = files("experiments")

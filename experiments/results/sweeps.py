@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.results.records import read
+from absl.flags import Error
+
+from experiments.catalog import EXPERIMENTS
+from experiments.results.records import read, row_digest
 from experiments.settings.errors import UserError
+from experiments.settings.resolver import Experiment
 from experiments.sweep import plan
 
-_Key = tuple[str, frozenset[tuple[str, str]]]  # a binary and the flags of a run
+# What a seed with a rate is: the binary, the digest of its settings, steps, seed, rate.
+_Lane = tuple[str, str, int, int, float]
 
 
 def markdown(directory: Path) -> str:
@@ -27,14 +31,14 @@ def markdown(directory: Path) -> str:
     rows = []
     for path in sorted((directory / "sweeps").glob("*.toml")):
         experiment, combinations = plan.asked(path)
-        files = [finished.get(_key(experiment.name, one)) for one in combinations]
-        count = sum(file is not None for file in files)
-        names = sorted({file for file in files if file is not None})
+        runs = [_lanes(path, experiment, one) for one in combinations]
+        done = [run for run in runs if all(lane in finished for lane in run)]
+        names = sorted({finished[lane] for run in done for lane in run})
         rows.append(
             [
                 f"[{path.name}](results/sweeps/{path.name})",
                 _question(path),
-                f"{count} of {len(files)}",
+                f"{len(done)} of {len(runs)}",
                 ", ".join(f"[{name}](results/{name})" for name in names),
             ]
         )
@@ -44,33 +48,32 @@ def markdown(directory: Path) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _finished(directory: Path) -> dict[_Key, str]:
-    """The file of each finished run, by its command."""
+def _finished(directory: Path) -> dict[_Lane, str]:
+    """The file of each finished run of a seed, by what its command means today."""
+    by_name = {one.name: one for one in EXPERIMENTS}
     files = {}
     for path in sorted(directory.glob("*.json")):
-        for run in read(path).runs:
-            if run.finished:
-                _, _, module, *flags = shlex.split(run.command)
-                own = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
-                files[_key(module.removeprefix("experiments."), own)] = path.name
+        results = read(path)
+        for run in results.runs:
+            if run.finished and results.experiment in by_name:
+                words = [word.removeprefix("--").partition("=") for word in run.command.split()[3:]]
+                own = {name: value for name, _, value in words}
+                for lane in _lanes(path, by_name[results.experiment], own):
+                    if lane[3] in run.seeds and run.rate in (None, lane[4]):
+                        files[lane] = path.name
     return files
 
 
-def _key(binary: str, flags: Mapping[str, Any]) -> _Key:
-    own = {"protocol": "small"}
-    for name, value in flags.items():
-        if name not in ("data_dir", "backend"):
-            same = "learning_rates" if name == "learning_rate" else name
-            own[same] = ",".join(map(_number, plan.text(value).split(",")))
-    return binary, frozenset(own.items())
-
-
-def _number(text: str) -> str:
-    """The same text for 4e-3 and 0.004."""
+def _lanes(path: Path, experiment: Experiment, flags: Mapping[str, Any]) -> list[_Lane]:
+    """The seeds and rates of a run; of its data the published sizes are known."""
+    own = {name: value for name, value in flags.items() if name != "data_dir"}
     try:
-        return repr(float(text))
-    except ValueError:
-        return text
+        config = plan.configured(experiment, own)
+    except (UserError, Error) as error:
+        raise UserError(f"{path}: {dict(flags)}: {error}") from None
+    digest = row_digest(config.identity())
+    steps = config.training.steps
+    return [(experiment.name, digest, steps, seed, rate) for seed, rate in config.training.lanes]
 
 
 def _question(path: Path) -> str:

@@ -57,7 +57,7 @@ class Run(NamedTuple):
     @property
     def command(self) -> list[str]:
         """The command line of its process."""
-        texts = [f"--{name}={text(value)}" for name, value in self.flags.items()]
+        texts = [f"--{name}={_text(value)}" for name, value in self.flags.items()]
         module = f"experiments.{self.experiment.name}"
         return [sys.executable, "-m", module, *texts, f"--workdir={self.workdir}"]
 
@@ -69,7 +69,7 @@ class Run(NamedTuple):
     @property
     def row(self) -> tuple[tuple[str, str], ...]:
         """The flags that it shares with the other seeds and rates of its row."""
-        return tuple((n, text(value)) for n, value in self.flags.items() if n not in _SWEPT)
+        return tuple((n, _text(value)) for n, value in self.flags.items() if n not in _SWEPT)
 
 
 def read(path: Path, directory: Path) -> list[Run]:
@@ -92,6 +92,9 @@ def read(path: Path, directory: Path) -> list[Run]:
 
 def asked(path: Path) -> tuple[Experiment, list[Flags]]:
     """The binary of a file and the flags of each of its runs; their values are not checked.
+
+    Args:
+      path: of the file.
 
     Raises:
       UserError: if the file cannot be read, or is not of a sweep.
@@ -143,24 +146,41 @@ def _check_names(path: Path, content: Mapping[str, Any], allowed: set[str]) -> N
 
 
 def _run(path: Path, experiment: Experiment, flag_values: Flags, directory: Path) -> Run:
-    texts = [f"--{name}={text(value)}" for name, value in flag_values.items()]
     try:
-        parsed = flags.parse(
-            ["sweep", *texts], lambda values: flags.define_experiment(experiment, values)
-        )
-        request = flags.request(experiment, parsed)
-        if request.workdir or request.describe or request.compile_for:
-            raise UserError("--workdir, --describe and --compile_for are not for a sweep.")
-        if any(name in flag_values for name in flags.OF_PROCESSES):
-            raise UserError("a run of a sweep is one process.")
-        config = resolve(experiment, request.protocol, request.settings)
+        config = configured(experiment, flag_values)
     except (UserError, flags.flags.Error) as error:
-        raise UserError(f"{path}: {' '.join(texts)}: {error}") from None
+        raise UserError(f"{path}: {' '.join(_texts(flag_values))}: {error}") from None
     label = f"{config.model.cell.replace(':', '.')}-{config.protocol}-{config.hash()}"
     return Run(experiment, dict(flag_values), config, directory / label)
 
 
-def text(value: Any) -> str:
+def configured(experiment: Experiment, flag_values: Flags) -> Config:
+    """What the flags of a run mean.
+
+    Args:
+      experiment: of its binary.
+      flag_values: by name.
+
+    Raises:
+      UserError: if they cannot be met, or are not for a run of a sweep.
+      absl.flags.Error: if there is no such flag, or it has no such value.
+    """
+    parsed = flags.parse(
+        ["sweep", *_texts(flag_values)], lambda values: flags.define_experiment(experiment, values)
+    )
+    request = flags.request(experiment, parsed)
+    if request.workdir or request.describe or request.compile_for:
+        raise UserError("--workdir, --describe and --compile_for are not for a sweep.")
+    if any(name in flag_values for name in flags.OF_PROCESSES):
+        raise UserError("a run of a sweep is one process.")
+    return resolve(experiment, request.protocol, request.settings)
+
+
+def _texts(flag_values: Flags) -> list[str]:
+    return [f"--{name}={_text(value)}" for name, value in flag_values.items()]
+
+
+def _text(value: Any) -> str:
     if isinstance(value, list):
-        return ",".join(map(text, value))
+        return ",".join(map(_text, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

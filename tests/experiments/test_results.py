@@ -365,19 +365,22 @@ def test_the_sweeps_say_which_of_their_runs_are_finished(tmp_path):
     sweeps = tmp_path / "sweeps"
     sweeps.mkdir()
     common = '# Does it learn?\n# And which?\nbinary = "copy"\n[settings]\ndata_dir = "data"\n'
-    (sweeps / "all.toml").write_text(f'{common}[grid]\ncell = ["gru"]\nlearning_rate = [1e-2]\n')
+    grid = '[grid]\ncell = ["gru"]\nseed = [0, 1]\nlearning_rate = [1e-2]\ndetach_prob = [0.0]\n'
+    (sweeps / "all.toml").write_text(common + grid)
     grid = 'protocol = "ur"\n[grid]\ncell = ["gru", "lstm"]\nkeep_best = [true, false]\n'
     (sweeps / "part.toml").write_text(common + grid)
-    commands = [
-        "copy --protocol=small --cell=gru --learning_rates=0.01",
+    commands = [  # the first spells out a default and has both seeds
+        "copy --protocol=small --cell=gru --seeds=2 --length=20 --learning_rates=0.01",
         "copy --protocol=ur --keep_best=true --cell=gru",
-        "adding --protocol=ur --cell=gru --keep_best=false",
+        "copy --protocol=ur --keep_best=false --cell=gru --seed=1",
+        "copy --protocol=ur --keep_best=false --cell=gru --steps=7",
         "copy --protocol=small --cell=lstm --keep_best=true",
         "copy --protocol=ur --cell=lstm --keep_best=true",
     ]
     runs = [
         dataclasses.replace(
-            one_record([0.5], number=n),
+            one_record([0.5, 0.6] if "seeds=2" in command else [0.5], number=n),
+            seeds=[0, 1] if "seeds=2" in command else [int("seed=1" in command)],
             command=f"python -m experiments.{command}",
             finished=n < len(commands) - 1,
         )
@@ -386,8 +389,14 @@ def test_the_sweeps_say_which_of_their_runs_are_finished(tmp_path):
     question, results = "Does it learn? And which?", "[some.json](results/some.json)"
     assert cells(pages(tmp_path, runs, "{sweeps}"))[2:] == [
         ["[part.toml](results/sweeps/part.toml)", question, "1 of 4", results],
-        ["[all.toml](results/sweeps/all.toml)", question, "1 of 1", results],
+        ["[all.toml](results/sweeps/all.toml)", question, "2 of 2", results],
     ]
+    half = [dataclasses.replace(runs[0], seeds=[1], values=[0.5]), *runs[1:]]
+    assert cells(pages(tmp_path, half, "{sweeps}"))[2][2] == "1 of 2"
+    with pytest.raises(UserError, match=r"some.json: .*'cell': 'gro'"):
+        pages(
+            tmp_path, [dataclasses.replace(runs[0], command="python -m x --cell=gro")], "{sweeps}"
+        )
     (sweeps / "part.toml").write_text(f"# Why?\n{grid.partition(chr(10))[2]}")
     with pytest.raises(UserError, match=r'part.toml: binary = "..." must be one of'):
         pages(tmp_path, runs, "{sweeps}")

@@ -226,15 +226,15 @@ int own_parts(int threads) {
   return threads * std::min(kOwnParts, kMostOwnParts / threads);
 }
 
-// What of a range has its turn at a step, and 1 or -1: every other step goes from the end to the
-// beginning. Of more weights than a cache holds, it then still holds those that were read last.
+// What of a range has its turn at a step, and where the next one lies: 1 or -1, or 0 after the last.
+// Every other step goes from the end to the beginning. Of more weights than a cache holds, it then
+// still holds those that were read last.
 template <typename Turn>
 void to_and_fro(Range range, int64_t step, Turn turn) {
-  if (step % 2 == 0) {
-    for (int64_t n = range.begin; n < range.end; ++n) turn(n, 1);
-  } else {
-    for (int64_t n = range.end - 1; n >= range.begin; --n) turn(n, -1);
-  }
+  const bool back = step % 2 != 0;
+  const int64_t count = range.end - range.begin;
+  for (int64_t i = 0; i < count; ++i)
+    turn(back ? range.end - 1 - i : range.begin + i, i + 1 == count ? 0 : back ? -1 : 1);
 }
 
 // Rows in blocks of at most `most`, a multiple of the threads where that leaves two rows a block.
@@ -795,7 +795,8 @@ struct Backward {
     const Range all = rows.range(of_rows);
     const int64_t t = a.time(step);
     const float scale = a.scale[t];
-    to_and_fro(panels, step, [&](int64_t panel, int direction) {
+    // Panels in place have their turns as `share_in_place` gives them.
+    to_and_fro(panels, how == Split::kInPlace ? 0 : step, [&](int64_t panel, int direction) {
       const Range own = weights.of_panel(panel);
       if (scale == 0.0f) {  // h-detach: nothing reaches h_tm1
         const int64_t at = own.begin * kLanes;

@@ -305,7 +305,10 @@ def _row(
         if n in settings
     ]
     words += [f"rate={rate:g} of {len(rates)}"] if len(rates) > 1 else []
-    return Row(" ".join(words), tuple(rates[rate]))
+    done = {seed for run in rates[rate] if run.finished for seed in run.seeds}
+    # An unfinished run of a seed that another revision has finished says nothing more.
+    runs = [run for run in rates[rate] if run.finished or not done.issuperset(run.seeds)]
+    return Row(" ".join(words), tuple(runs))
 
 
 def _shown(value: Any) -> str:

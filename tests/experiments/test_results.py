@@ -361,6 +361,15 @@ def test_a_seed_that_two_revisions_ran_is_one_seed(tmp_path):
     ]
 
 
+def test_an_unfinished_run_of_a_finished_seed_is_left_out(tmp_path):
+    again = dataclasses.replace(one_record([0.1], finished=False), revision="0123abc")
+    other = one_record([0.9], seed=1, finished=False)
+    (row,) = cells(pages(tmp_path, [one_record([0.5]), again], "{runs some}"))[2:]
+    assert row[1:4] == ["0.5000", "1", "10"]
+    (row,) = cells(pages(tmp_path, [one_record([0.5]), again, other], "{runs some}"))[2:]
+    assert row[1:4] == ["0.7000 [0.5000, 0.9000]", "2", "10, unfinished"]
+
+
 def test_the_sweeps_say_which_of_their_runs_are_finished(tmp_path):
     sweeps = tmp_path / "sweeps"
     sweeps.mkdir()

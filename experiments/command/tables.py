@@ -76,3 +76,9 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join([line(cells[0]), f"| {' | '.join(rule)} |", *map(line, cells[1:])])
+
+
+def of_prose(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table of sentences, whose columns are not brought to one width."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

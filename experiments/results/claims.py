@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from experiments.command import tables
 from experiments.results.records import Results
 from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
@@ -124,9 +125,7 @@ def markdown(claims: Sequence[Claim], select: Select) -> str:
     for document in DOCUMENTS:
         rows = [_cells(one, select) for one in claims if one.document == document]
         if rows:
-            lines = [head, ["---"] * len(head), *rows]
-            table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-            parts += [f"## {document}", table]
+            parts += [f"## {document}", tables.of_prose(head, rows)]
     return "\n\n".join(parts)
 
 

@@ -63,7 +63,7 @@ class Row(NamedTuple):
 
     def statistics(self, metric: Metric) -> str:
         """``mean [min, max]``: a seed that several revisions ran counts once in the mean."""
-        return statistics(self.values, metric, [1 / self.seeds.count(one) for one in self.seeds])
+        return _statistics(self.values, self.seeds, metric)
 
     @property
     def n(self) -> str:
@@ -222,18 +222,24 @@ def _curve(directory: Path, name: str, *words: str) -> str:
     body = []
     for row in _chosen(name, results, [word for word in words if "=" in word]):
         at = [_at(row, step) for step in steps]
-        body.append([row.label, *(statistics(v, results.metric) if v else "" for v in at)])
+        body.append([row.label, *(_statistics(v, s, results.metric) if v else "" for v, s in at)])
     return tables.markdown(head, body)
 
 
-def _at(row: Row, step: int) -> list[float | None]:
-    return [
-        value
+def _at(row: Row, step: int) -> tuple[list[float | None], list[int]]:
+    """Scores after so many steps, and the seed of each."""
+    pairs = [
+        pair
         for run in row.runs
         for there, values in zip(run.curve.get("step", []), run.curve.get("value", []), strict=True)
         if there == step
-        for value in values
+        for pair in zip(values, run.seeds, strict=True)
     ]
+    return [value for value, _ in pairs], [seed for _, seed in pairs]
+
+
+def _statistics(values: Sequence[float | None], seeds: Sequence[int], metric: Metric) -> str:
+    return statistics(values, metric, [1 / seeds.count(seed) for seed in seeds])
 
 
 def _numbers(directory: Path, name: str) -> str:

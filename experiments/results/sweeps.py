@@ -9,6 +9,7 @@ from typing import Any
 from absl.flags import Error
 
 from experiments.catalog import EXPERIMENTS
+from experiments.command import tables
 from experiments.results.records import read, row_digest
 from experiments.settings.errors import UserError
 from experiments.settings.resolver import Experiment
@@ -28,13 +29,14 @@ def markdown(directory: Path) -> str:
       UserError: if a file is damaged, or a sweep's does not begin with a comment.
     """
     finished = _finished(directory)
-    rows = []
+    missing: list[list[str]] = []
+    whole: list[list[str]] = []
     for path in sorted((directory / "sweeps").glob("*.toml")):
         experiment, combinations = plan.asked(path)
         runs = [_lanes(path, experiment, one) for one in combinations]
         done = [run for run in runs if all(lane in finished for lane in run)]
         names = sorted({finished[lane] for run in done for lane in run})
-        rows.append(
+        (whole if len(done) == len(runs) else missing).append(
             [
                 f"[{path.name}](results/sweeps/{path.name})",
                 _question(path),
@@ -42,10 +44,8 @@ def markdown(directory: Path) -> str:
                 ", ".join(f"[{name}](results/{name})" for name in names),
             ]
         )
-    rows.sort(key=lambda row: row[2].split()[0] == row[2].split()[2])
     head = ["sweep", "what it asks", "runs finished", "its results"]
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return tables.of_prose(head, missing + whole)
 
 
 def _finished(directory: Path) -> dict[_Lane, str]:

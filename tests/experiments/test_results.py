@@ -359,6 +359,8 @@ def test_a_seed_that_two_revisions_ran_is_one_seed(tmp_path):
         "0.4750 [0.2000, 0.6000]",
         "2 (3 runs)",
     ]
+    curve = cells(pages(tmp_path, [runs[0], first_again], "{curve some 10}"))[2]
+    assert curve[1] == "0.4750 [0.2000, 0.6000]"
 
 
 def test_an_unfinished_run_of_a_finished_seed_is_left_out(tmp_path):

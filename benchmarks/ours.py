@@ -19,9 +19,11 @@ from benchmarks import floor, work
 from benchmarks.work import Arrays, Contender, Gradients, Size, make
 
 _AXIS = "batch"
-# From so many rows of each, and operations of a train step, CPU devices share a batch: else one of
-# them, whose calls use all cores, is as fast, and they need not meet to add up gradients.
+# From so many rows of each, rows of all steps of each, and operations of a train step, CPU devices
+# share a batch: else one of them, whose calls use all cores, is as fast. It packs the weights once,
+# and adds up no gradients.
 LEAST_ROWS = 12
+LEAST_ROWS_OF_STEPS = 1000
 LEAST_OPERATIONS = 1e9
 
 
@@ -149,7 +151,7 @@ def devices_of(contender: Contender, size: Size) -> int:
     if jax.default_backend() == "cpu":
         if floor.count(contender, size)["operations"] < LEAST_OPERATIONS:
             return 1
-        least = LEAST_ROWS
+        least = max(LEAST_ROWS, -(-LEAST_ROWS_OF_STEPS // size.steps))
     counts = range(2, jax.device_count() + 1)
     return max([1, *(n for n in counts if size.batch % n == 0 and size.batch >= n * least)])
 

@@ -187,6 +187,8 @@ def test_ratios_are_of_neighbours_and_sides_take_turns_to_begin():
         (Size(36, 100, 100, 100), 3),  # 9 rows each would be too few
         (Size(22, 500, 100, 100), 1),
         (Size(48, 10, 100, 100), 1),  # 2.3e8 operations
+        (Size(48, 62, 300, 300), 2),  # for three devices there are 992 rows of all steps each
+        (Size(40, 3, 289, 1014), 1),
     ],
 )
 def test_devices_share_a_batch_where_each_has_rows_and_work(monkeypatch, size, devices):

@@ -19,6 +19,7 @@ braces is a table:
 
 from __future__ import annotations
 
+import inspect
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -170,10 +171,12 @@ def _table(directory: Path, section: Path, words: Sequence[str]) -> str:
         raise UserError(
             f"{section}: {{{' '.join(words)}}} must begin with one of {', '.join(makers)}."
         )
+    make = makers[words[0]]
     try:
-        return makers[words[0]](directory, *words[1:])
+        inspect.signature(make).bind(directory, *words[1:])
     except TypeError:
         raise UserError(f"{section}: {{{' '.join(words)}}} names no table.") from None
+    return make(directory, *words[1:])
 
 
 def _claims(directory: Path) -> str:
@@ -239,7 +242,12 @@ def _at(row: Row, step: int) -> tuple[list[float | None], list[int]]:
 
 
 def _statistics(values: Sequence[float | None], seeds: Sequence[int], metric: Metric) -> str:
-    return statistics(values, metric, [1 / seeds.count(seed) for seed in seeds])
+    return statistics(values, metric, _weights(seeds))
+
+
+def _weights(seeds: Sequence[int]) -> list[float]:
+    """Those of runs, so that each seed counts once."""
+    return [1 / seeds.count(seed) for seed in seeds]
 
 
 def _numbers(directory: Path, name: str) -> str:
@@ -301,7 +309,8 @@ def _row(
 
     def score(runs: Sequence[Record]) -> float:
         watched = [value for run in runs for value in run.watched or run.values]
-        return float(np.mean([-np.inf if value is None else sign * value for value in watched]))
+        signed = [-np.inf if value is None else sign * value for value in watched]
+        return float(np.average(signed, weights=_weights([s for run in runs for s in run.seeds])))
 
     rate = max(rates, key=lambda one: score(rates[one]))
     settings = rates[rate][0].settings

@@ -222,6 +222,14 @@ def test_the_rate_is_chosen_by_what_was_watched_and_not_by_the_result(tmp_path, 
     assert cells(pages(tmp_path, diverged, "{runs some}", higher))[2][1] == f"{best:.4f}"
 
 
+def test_the_choice_of_a_rate_counts_a_seed_once(tmp_path):
+    twice = [one_record([0.9], rate=1e-2, watched=[watched]) for watched in (0.2, 0.2)]
+    once = one_record([0.9], rate=1e-2, watched=[0.8], seed=1)  # 0.5 in the mean of two seeds
+    runs = [*twice, once, one_record([0.1, 0.1], rate=1e-3, watched=[0.45, 0.45])]
+    table = cells(pages(tmp_path, runs, "{runs some}"))
+    assert table[2][0] == "gru rate=0.01 of 2"
+
+
 def test_a_row_is_all_seeds_of_a_setting(tmp_path):
     runs = [
         *[one_record([value], seed=seed, length=3) for seed, value in enumerate((0.1, 0.2, 0.6))],
@@ -253,6 +261,7 @@ def test_rows_go_by_cell_and_then_by_the_size_of_their_numbers(tmp_path):
     [
         ("{sums some}", "must begin with one of claims, runs, curve, figure, numbers"),
         ("{runs}", "names no table"),
+        ("{sweeps some}", "names no table"),
         ("{runs none}", "none.json cannot be read"),
         ("{runs some cell=lstm}", "some.json has no run with cell=lstm"),
         ("{figure some length=8}", "some.json has no learning curve with length=8"),

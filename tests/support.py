@@ -8,6 +8,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 TOLERANCE = 1e-10  # of float64: about a million roundings
 
@@ -69,6 +70,13 @@ def state(cell, batch_shape, seed=0, scale=0.5):
 def array(seed, *shape, scale=1.0):
     """A random float64 array."""
     return jnp.asarray(np.random.default_rng(seed).normal(0.0, scale, shape))
+
+
+def thinned(cases, chosen):
+    """A test's cases; those that ``chosen(*case)`` leaves out run with ``--full`` alone."""
+    return [
+        pytest.param(*case, marks=() if chosen(*case) else (pytest.mark.full,)) for case in cases
+    ]
 
 
 def fuzzed(test):

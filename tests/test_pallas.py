@@ -6,6 +6,7 @@ a GPU make of the kernels is in `tests/tpu` and `tests/cuda` and, as far as lowe
 
 import dataclasses
 import functools
+import itertools
 import types
 
 import jax
@@ -23,7 +24,7 @@ from recurrent_gates.backends.pallas import loop as pallas_loop
 from recurrent_gates.backends.pallas import recurrence as pallas_recurrence
 from recurrent_gates.backends.pallas.body import in_kernel
 from recurrent_gates.backends.pallas.loop import OnGpu, time_loop
-from tests.support import array, assert_close, parameters, quick_jit, state
+from tests.support import array, assert_close, parameters, quick_jit, state, thinned
 from tests.test_carry import OwnZoneout
 from tests.test_gato import Count, Doubled
 
@@ -31,6 +32,23 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 STEPS, BATCH, INPUTS, FEATURES = 5, 3, 3, 4
 F64 = dict(param_dtype=jnp.float64)
+
+
+def kernels_of(platform, monkeypatch):
+    """No other platform's kernels are traced beside them, which takes most of a test's time."""
+
+    def on_platform(kernel_call, *args):
+        return kernel_call(platform, *args)
+
+    monkeypatch.setattr(pallas_loop, "on_platform", on_platform)
+    monkeypatch.setattr(pallas_gato, "on_platform", on_platform)
+
+
+@pytest.fixture(autouse=True)
+def of_one_platform(request, monkeypatch):
+    """A few tests have the program that users get, of kernels for every platform."""
+    if not request.node.get_closest_marker("every_platform"):
+        kernels_of("cpu", monkeypatch)
 
 
 def compare(cell, batch=(BATCH,), around=lambda f: f, lanes=(), dtype=jnp.float64, **how):
@@ -58,8 +76,16 @@ def compare(cell, batch=(BATCH,), around=lambda f: f, lanes=(), dtype=jnp.float6
 
 
 # C, CR and CM are U, UR and UM with other values of b, which are random here.
-@pytest.mark.parametrize("gate", [gate for gate in rg.GATES if gate not in ("c", "cr", "cm")])
-@pytest.mark.parametrize("family", ["lstm", "gru", "janet"])
+GATES = [gate for gate in rg.GATES if gate not in ("c", "cr", "cm")]
+
+
+@pytest.mark.parametrize(
+    ("family", "gate"),
+    thinned(
+        itertools.product(("lstm", "gru", "janet"), GATES),
+        lambda family, gate: family == "lstm" or gate in ("r", "om"),
+    ),
+)
 def test_gates(family, gate):
     spec = rg.GATES[gate]
     if spec.master:
@@ -146,6 +172,7 @@ def test_carry_functions_masks_and_resets(name, how, monkeypatch):
     compare(CELLS[name], **how)
 
 
+@pytest.mark.every_platform
 @pytest.mark.parametrize("name", ["lstm", "gato2"])
 def test_lanes_of_vmap(name):
     def around(forward):
@@ -176,12 +203,8 @@ def as_on_a_gpu(monkeypatch):
     def interpreted(*args, **how):
         return call(*args, **{**how, "interpret": True, "compiler_params": None})
 
-    def on_gpu(kernel_call, *args):
-        return kernel_call("cuda", *args)
-
     monkeypatch.setattr(pl, "pallas_call", interpreted)
-    monkeypatch.setattr(pallas_loop, "on_platform", on_gpu)
-    monkeypatch.setattr(pallas_gato, "on_platform", on_gpu)
+    kernels_of("cuda", monkeypatch)
 
 
 HEADS = {
@@ -193,8 +216,13 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    thinned(
+        itertools.product(HEADS, (False, True)),
+        lambda name, gpu: name in ("lstm", "um_lstm") or gpu == name.startswith("ur"),
+    ),
+)
 def test_a_head_at_a_time(name, gpu, monkeypatch, request):
     if gpu:
         request.getfixturevalue("as_on_a_gpu")
@@ -212,24 +240,28 @@ def test_sixteen_rows_in_a_program_of_a_gpu(name, as_on_a_gpu, monkeypatch):
     compare(CELLS[name], valid=VALID, carry_fns=[rg.Damp(0.3, field=field)])
 
 
+ROWS = {
+    "four matrices as one": CELLS["lstm"],
+    "three, and zeros": CELLS["gru"],
+    "two, and one by itself": CELLS["gru before"],
+    "two": rg.JANET(FEATURES, **F64),
+    "one": CELLS["rnn"],
+    "five": rg.LSTM(FEATURES, gate=dataclasses.replace(rg.GATES["r"], tied=False), **F64),
+    "of two shapes, and sums over units": rg.CELLS["om_lstm"](8, downsize=2, **F64),
+    "a bias of their own": rg.CELLS["or_gru"](FEATURES, bias_vectors=2, **F64),
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "cell"),
-    [
-        ("four matrices as one", CELLS["lstm"]),
-        ("three, and zeros", CELLS["gru"]),
-        ("two, and one by itself", CELLS["gru before"]),
-        ("two", rg.JANET(FEATURES, **F64)),
-        ("one", CELLS["rnn"]),
-        ("five", rg.LSTM(FEATURES, gate=dataclasses.replace(rg.GATES["r"], tied=False), **F64)),
-        ("of two shapes, and sums over units", rg.CELLS["om_lstm"](8, downsize=2, **F64)),
-        ("a bias of their own", rg.CELLS["or_gru"](FEATURES, bias_vectors=2, **F64)),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ("name", "detach"),
+    thinned(
+        itertools.product(ROWS, (False, True)),
+        lambda name, detach: detach or name in ("three, and zeros", "five"),
+    ),
 )
-@pytest.mark.parametrize("detach", [False, True])
-def test_one_row_in_a_program_of_a_gpu(name, cell, detach, as_on_a_gpu):
+def test_one_row_in_a_program_of_a_gpu(name, detach, as_on_a_gpu):
     functions = dict(carry_fns=[rg.Detach(0.5)], noise=[noise(STEPS)]) if detach else {}
-    compare(cell, valid=VALID, resets=RESETS, reverse=detach, **functions)
+    compare(ROWS[name], valid=VALID, resets=RESETS, reverse=detach, **functions)
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -406,10 +438,18 @@ def test_products_of_one_row_are_sums_in_a_kernel():
         in_kernel(jnp.matmul, one_row=True)(array(2, 2, 3), matrix)
 
 
+@pytest.mark.every_platform
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")  # jax 0.12
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize("steps", [9, 33])  # of which a TPU takes 32 at a time
-@pytest.mark.parametrize("name", ["lstm", "or_gru", "gato2", "heads", "gru mapped", "gato2 mapped"])
+@pytest.mark.parametrize(
+    ("name", "steps"),  # of which a TPU takes 32 at a time
+    thinned(
+        itertools.product(
+            ("lstm", "or_gru", "gato2", "heads", "gru mapped", "gato2 mapped"), (9, 33)
+        ),
+        lambda name, steps: steps == 33 or name in ("lstm", "gato2"),
+    ),
+)
 def test_kernels_lower(platform, name, steps, x32):
     """To Triton and to Mosaic: a training step with h-detach, in the widths that they take; in a
     shard_map, too."""

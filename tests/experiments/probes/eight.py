@@ -1,7 +1,7 @@
-"""A process with eight devices: ``python -m tests.experiments.probes.eight DIRECTORY``.
+"""A process with eight devices: ``python -m tests.experiments.probes.eight DIRECTORY PROBES``.
 
-It trains every probe, stopped after one step; notes what is said of a task that does not cut its
-rows; and is killed in the middle of a run on one device.
+It trains the probes, each stopped after one step; notes what is said of a task that does not cut
+its rows; and is killed in the middle of a run on one device.
 """
 
 import os
@@ -73,12 +73,13 @@ def words(directory):
     np.savez(directory / "words.npz", **arrays)
 
 
-def main(directory):
+def main(directory, names):
     try:
         Learner(support.config(CarelessTask())).check()
     except ValueError as error:
         (directory / "careless").write_text(str(error))
-    for name, config in support.PROBES.items():
+    for name in names:
+        config = support.PROBES[name]
         learner = support.KeptLearner(config)
         assert learner.mesh.size == 8
         support.run(config, directory / name, support.StopAfter(1), learner)
@@ -94,4 +95,4 @@ def main(directory):
 
 if __name__ == "__main__":
     words(Path(sys.argv[1]))
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ DOCUMENTS = ("GATO", "UR-gates", "h-detach", "lecture")
 SETTLED = ("holds", "holds only under", "contradicted")
 VERDICTS = (*SETTLED, "undecided", "not run")
 ENOUGH = 3  # seeds that a verdict needs
+_ROW = re.compile(r"\{([^{}]*)\}")
 
 
 class _Row(Protocol):
@@ -38,6 +40,11 @@ Select = Callable[[str, Mapping[str, Any]], tuple[Results, _Row]]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claim:
     """A claim of a table, a figure or a theorem.
+
+    The texts of ``ours`` and ``because`` cite other rows: ``{FILE flag=value ...}`` stands for the
+    ``mean [min, max]`` of that row, ``{flag=value ...}`` for that of this claim's own row with
+    other values of these flags; ``mean`` as the first word leaves the mean alone. With fewer than
+    ``ENOUGH`` seeds their number follows.
 
     Attributes:
       document: one of ``DOCUMENTS``.
@@ -108,8 +115,8 @@ def markdown(claims: Sequence[Claim], select: Select) -> str:
       select: gives a file's results and its one row with these settings.
 
     Raises:
-      UserError: if a verdict says more than its runs do: fewer than ``ENOUGH`` seeds, or
-        unfinished ones, leave a claim undecided.
+      UserError: if a verdict says more than its runs and those that it cites do: fewer than
+        ``ENOUGH`` seeds, or unfinished ones, leave a claim undecided; or if a cited row is not one.
     """
     tested = [one for one in claims if one.evidence.startswith("tests/")]
     trained = [one for one in claims if one not in tested]
@@ -144,27 +151,62 @@ def _unsettled(row: _Row) -> list[str]:
     return reasons
 
 
+def _selected(one: Claim, select: Select, file: str, selection: Mapping[str, Any]) -> Any:
+    """A file's results, its one row with these settings, and why that leaves a claim undecided."""
+    results, row = select(file, selection)
+    reasons = _unsettled(row)
+    if reasons and one.verdict in SETTLED:
+        words = " ".join([file, *(f"{name}={value}" for name, value in selection.items())])
+        raise UserError(
+            f'{_place(one)} cannot be "{one.verdict}" with {" and ".join(reasons)} of {words}: it '
+            "is undecided."
+        )
+    return results, row, reasons
+
+
+def _cited(one: Claim, text: str, select: Select) -> str:
+    """The text with the rows that it cites."""
+
+    def cite(match: re.Match[str]) -> str:
+        words = match[1].split()
+        mean = words[:1] == ["mean"]
+        words = words[mean:]
+        own = {name: value for name, value in one.results.items() if name != "file"}
+        if words and "=" not in words[0]:
+            file, own = words.pop(0), {}
+        elif one.results:
+            file = one.results["file"]
+        else:
+            raise UserError(f"{_place(one)} cites {match[0]}, but has no row of its own.")
+        if not all("=" in word for word in words):
+            raise UserError(f"{_place(one)} cites {match[0]}, where flags must be name=value.")
+        flags = dict(word.split("=", 1) for word in words)
+        results, row, reasons = _selected(one, select, file, {**own, **flags})
+        values = row.statistics(results.metric)
+        values = values.split(" [")[0] if mean else values
+        return ", ".join([values, *reasons])
+
+    return _ROW.sub(cite, text)
+
+
 def _cells(one: Claim, select: Select) -> list[str]:
-    ours, verdict = one.ours, one.verdict
+    ours, verdict = _cited(one, one.ours, select), one.verdict
+    because = _cited(one, one.because, select)
     reasons = []
     if one.results:
         selection = {name: value for name, value in one.results.items() if name != "file"}
-        results, row = select(one.results["file"], selection)
+        results, row, reasons = _selected(one, select, one.results["file"], selection)
         name = results.metric.name.replace("_", " ")
         label = f"{one.of}: {name}" if one.of else name
         values = f"{label} {row.statistics(results.metric)}, n = {row.n}"
         ours = f"{values}; {ours}" if ours else values
-        reasons += _unsettled(row)
-        if reasons and verdict in SETTLED:
-            short = " and ".join(reasons)
-            raise UserError(f'{_place(one)} cannot be "{verdict}" with {short}: it is undecided.')
     if one.evidence:
         link = f"[{Path(one.evidence).name}](../{one.evidence})"
         ours = f"{ours} ({link})" if ours else link
     if verdict == "holds only under":
-        verdict = f"{verdict} {one.because}"
+        verdict = f"{verdict} {because}"
     else:
-        reasons += [one.because] if one.because else []
+        reasons += [because] if because else []
         if verdict == "undecided" and not reasons:
             raise UserError(f"{_place(one)} is undecided: say why, because.")
         verdict += f" ({'; '.join(reasons)})" if reasons else ""

@@ -341,9 +341,9 @@ def verdict(directory, values, claim=CLAIM, **more):
 
 def test_a_verdict_needs_three_finished_seeds(tmp_path):
     assert verdict(tmp_path, [0.5, 0.6, 0.7]) == "**holds**"
-    with pytest.raises(UserError, match=r'cannot be "holds" with n = 2: it is undecided'):
+    with pytest.raises(UserError, match=r'"holds" with n = 2 of some cell=gru: it is undecided'):
         verdict(tmp_path, [0.5, 0.6])
-    with pytest.raises(UserError, match=r"with step 10, unfinished: it is undecided"):
+    with pytest.raises(UserError, match=r"with step 10, unfinished of some cell=gru: it is"):
         verdict(tmp_path, [0.5, 0.6, 0.7], finished=False)
     undecided = CLAIM.replace("holds", "undecided")
     assert verdict(tmp_path, [0.5], undecided) == "**undecided (n = 1)**"
@@ -353,10 +353,40 @@ def test_a_verdict_needs_three_finished_seeds(tmp_path):
     assert verdict(tmp_path, [0.5], because) == "**undecided (n = 1; one encoding)**"
 
 
+def test_a_claim_cites_other_rows_with_what_they_lack(tmp_path):
+    runs = [
+        one_record([0.5, 0.6, 0.7], length=30),
+        one_record([0.1, 0.2, 0.6], cell="lstm", length=30),
+        one_record([0.3, 0.8], length=60),
+    ]
+    claim = CLAIM.replace('cell = "gru"', 'cell = "gru", length = 30')
+
+    def shown(verdict, ours):
+        text = claim.replace("holds", verdict) + f'ours = "{ours}"\nbecause = "it is ours"\n'
+        (tmp_path / "papers.toml").write_text(text)
+        return cells(pages(tmp_path, runs, "{claims}"))[2][3]
+
+    own = "score 0.6000 [0.5000, 0.7000], n = 3; "
+    cited = "the LSTM {cell=lstm}, {mean cell=lstm} or {some cell=lstm}"
+    assert shown("holds", cited) == (
+        own + "the LSTM 0.3000 [0.1000, 0.6000], 0.3000 or 0.3000 [0.1000, 0.6000]"
+    )
+    assert shown("undecided", "twice {length=60}") == own + "twice 0.5500 [0.3000, 0.8000], n = 2"
+    with pytest.raises(UserError, match=r"n = 2 of some cell=gru length=60: it is undecided"):
+        shown("holds", "twice {mean length=60}")
+    with pytest.raises(UserError, match=r"some\.json has 0 rows with"):
+        shown("undecided", "{cell=gato}")
+    with pytest.raises(UserError, match=r"cites \{some cell\}, where flags must be name=value"):
+        shown("undecided", "{some cell}")
+    claim = claim[: claim.index("results")] + 'evidence = "tests/test_gato.py"\n'
+    with pytest.raises(UserError, match=r"cites \{cell=gru\}, but has no row of its own"):
+        shown("holds", "{cell=gru}")
+
+
 def test_a_seed_that_two_revisions_ran_is_one_seed(tmp_path):
     (tmp_path / "papers.toml").write_text(CLAIM)
     runs = [one_record([0.5, 0.6]), dataclasses.replace(one_record([0.7]), revision="0123abc")]
-    with pytest.raises(UserError, match=r"with n = 2 \(3 runs\): it is undecided"):
+    with pytest.raises(UserError, match=r"with n = 2 \(3 runs\) of some cell=gru: it is undecided"):
         pages(tmp_path, runs, "{claims}")
     undecided = CLAIM.replace("holds", "undecided") + 'of = "gates"\nours = "others less"\n'
     (tmp_path / "papers.toml").write_text(undecided)

@@ -238,7 +238,11 @@ def markdown(entries: Sequence[Entry], labels: Sequence[str], metric: Metric) ->
 
 
 def statistics(
-    values: Sequence[float | None], metric: Metric, weights: Sequence[float] | None = None
+    values: Sequence[float | None],
+    metric: Metric,
+    weights: Sequence[float] | None = None,
+    *,
+    spread: bool = True,
 ) -> str:
     """``mean [min, max]`` of the seeds, and an asterisk for each that diverged.
 
@@ -246,12 +250,13 @@ def statistics(
       values: a score of each run.
       metric: that they are of.
       weights: of the runs in the mean; None: equal ones.
+      spread: whether ``[min, max]`` follow the mean of several values.
     """
     bad = -np.inf if metric.higher_is_better else np.inf
     numbers = [bad if value is None else value for value in values]
     mean = np.average(numbers, weights=weights)
     shown = [_number(mean), _number(min(numbers)), _number(max(numbers))]
-    text = "{} [{}, {}]".format(*shown) if len(numbers) > 1 else shown[0]
+    text = "{} [{}, {}]".format(*shown) if spread and len(numbers) > 1 else shown[0]
     return text + "*" * list(values).count(None)
 
 

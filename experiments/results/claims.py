@@ -19,7 +19,7 @@ DOCUMENTS = ("GATO", "UR-gates", "h-detach", "lecture")
 SETTLED = ("holds", "holds only under", "contradicted")
 VERDICTS = (*SETTLED, "undecided", "not run")
 ENOUGH = 3  # seeds that a verdict needs
-_ROW = re.compile(r"\{([^{}]*)\}")
+_CITATION = re.compile(r"\{([^{}]*)\}")
 
 
 class _Row(Protocol):
@@ -31,7 +31,7 @@ class _Row(Protocol):
     def finished(self) -> bool: ...
     @property
     def steps(self) -> list[int]: ...
-    def statistics(self, metric: Metric) -> str: ...
+    def statistics(self, metric: Metric, *, spread: bool = True) -> str: ...
 
 
 Select = Callable[[str, Mapping[str, Any]], tuple[Results, _Row]]
@@ -43,8 +43,8 @@ class Claim:
 
     The texts of ``ours`` and ``because`` cite other rows: ``{FILE flag=value ...}`` stands for the
     ``mean [min, max]`` of that row, ``{flag=value ...}`` for that of this claim's own row with
-    other values of these flags; ``mean`` as the first word leaves the mean alone. With fewer than
-    ``ENOUGH`` seeds their number follows.
+    other values of these flags; with ``mean`` as the first word, for the mean only. The number of
+    seeds follows where it is below ``ENOUGH``, and the step of a row that is unfinished.
 
     Attributes:
       document: one of ``DOCUMENTS``.
@@ -71,6 +71,11 @@ class Claim:
     of: str = ""
     ours: str = ""
     evidence: str = ""
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        """The flags by which ``results`` selects its row."""
+        return {name: value for name, value in self.results.items() if name != "file"}
 
 
 def read(path: Path) -> list[Claim]:
@@ -99,6 +104,8 @@ def _check(one: Claim) -> None:
     shown = bool(one.results or one.evidence)
     if shown == (one.verdict == "not run"):
         raise UserError(f"{place} needs results or evidence, unless it was not run: then neither.")
+    if one.verdict in SETTLED and one.evidence.endswith(".json"):
+        raise UserError(f"{place} is settled by runs and must name their row in results.")
     if one.verdict in ("holds only under", "not run") and not one.because:
         raise UserError(f'{place} is "{one.verdict}" and must say because of what.')
 
@@ -116,7 +123,8 @@ def markdown(claims: Sequence[Claim], select: Select) -> str:
 
     Raises:
       UserError: if a verdict says more than its runs and those that it cites do: fewer than
-        ``ENOUGH`` seeds, or unfinished ones, leave a claim undecided; or if a cited row is not one.
+        ``ENOUGH`` seeds, or unfinished ones, leave a claim undecided; or if a citation is not of
+        one row.
     """
     tested = [one for one in claims if one.evidence.startswith("tests/")]
     trained = [one for one in claims if one not in tested]
@@ -147,55 +155,62 @@ def _unsettled(row: _Row) -> list[str]:
     if len(set(row.seeds)) < ENOUGH:
         reasons.append(f"n = {row.n}")
     if not row.finished:
-        reasons.append(f"step {row.steps[-1]:,}, unfinished")
+        reasons.append(f"unfinished at step {row.steps[-1]:,}")
     return reasons
 
 
-def _selected(one: Claim, select: Select, file: str, selection: Mapping[str, Any]) -> Any:
-    """A file's results, its one row with these settings, and why that leaves a claim undecided."""
-    results, row = select(file, selection)
+def _selected(
+    one: Claim, select: Select, file: str, flags: Mapping[str, Any]
+) -> tuple[Results, _Row, list[str]]:
+    """A file's results, its one row with these flags, and why that leaves a claim undecided."""
+    try:
+        results, row = select(file, flags)
+    except UserError as error:
+        raise UserError(f"{_place(one)} cites what is not there. {error}") from None
     reasons = _unsettled(row)
     if reasons and one.verdict in SETTLED:
-        words = " ".join([file, *(f"{name}={value}" for name, value in selection.items())])
+        words = " ".join([file, *(f"{name}={value}" for name, value in flags.items())])
         raise UserError(
-            f'{_place(one)} cannot be "{one.verdict}" with {" and ".join(reasons)} of {words}: it '
-            "is undecided."
+            f'{_place(one)} cannot be "{one.verdict}", but undecided, with {words} '
+            f"({', '.join(reasons)})."
         )
     return results, row, reasons
 
 
 def _cited(one: Claim, text: str, select: Select) -> str:
-    """The text with the rows that it cites."""
+    """The text with the numbers of the rows that it cites."""
 
     def cite(match: re.Match[str]) -> str:
         words = match[1].split()
         mean = words[:1] == ["mean"]
-        words = words[mean:]
-        own = {name: value for name, value in one.results.items() if name != "file"}
+        words = words[1:] if mean else words
         if words and "=" not in words[0]:
-            file, own = words.pop(0), {}
+            file, flags = words.pop(0), {}
         elif one.results:
-            file = one.results["file"]
+            file, flags = one.results["file"], one.flags
         else:
             raise UserError(f"{_place(one)} cites {match[0]}, but has no row of its own.")
-        if not all("=" in word for word in words):
-            raise UserError(f"{_place(one)} cites {match[0]}, where flags must be name=value.")
-        flags = dict(word.split("=", 1) for word in words)
-        results, row, reasons = _selected(one, select, file, {**own, **flags})
-        values = row.statistics(results.metric)
-        values = values.split(" [")[0] if mean else values
-        return ", ".join([values, *reasons])
+        changed = dict(word.split("=", 1) for word in words if "=" in word)
+        if len(changed) < len(words):
+            raise UserError(
+                f"{_place(one)} cites {match[0]}, whose flags must be name=value, each once."
+            )
+        results, row, reasons = _selected(one, select, file, {**flags, **changed})
+        values = row.statistics(results.metric, spread=not mean)
+        return f"{values} ({', '.join(reasons)})" if reasons else values
 
-    return _ROW.sub(cite, text)
+    cited = _CITATION.sub(cite, text)
+    if "{" in cited or "}" in cited:
+        raise UserError(f"{_place(one)} has a brace without the other of its pair: {text!r}.")
+    return cited
 
 
 def _cells(one: Claim, select: Select) -> list[str]:
     ours, verdict = _cited(one, one.ours, select), one.verdict
     because = _cited(one, one.because, select)
-    reasons = []
+    reasons: list[str] = []
     if one.results:
-        selection = {name: value for name, value in one.results.items() if name != "file"}
-        results, row, reasons = _selected(one, select, one.results["file"], selection)
+        results, row, reasons = _selected(one, select, one.results["file"], one.flags)
         name = results.metric.name.replace("_", " ")
         label = f"{one.of}: {name}" if one.of else name
         values = f"{label} {row.statistics(results.metric)}, n = {row.n}"

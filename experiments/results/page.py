@@ -62,9 +62,9 @@ class Row(NamedTuple):
         """The seed of each of these."""
         return [seed for run in self.runs for seed in run.seeds]
 
-    def statistics(self, metric: Metric) -> str:
-        """``mean [min, max]``: a seed that several revisions ran counts once in the mean."""
-        return _statistics(self.values, self.seeds, metric)
+    def statistics(self, metric: Metric, *, spread: bool = True) -> str:
+        """``mean [min, max]``, or the mean: a seed that several revisions ran counts once there."""
+        return statistics(self.values, metric, _weights(self.seeds), spread=spread)
 
     @property
     def n(self) -> str:
@@ -225,7 +225,9 @@ def _curve(directory: Path, name: str, *words: str) -> str:
     body = []
     for row in _chosen(name, results, [word for word in words if "=" in word]):
         at = [_at(row, step) for step in steps]
-        body.append([row.label, *(_statistics(v, s, results.metric) if v else "" for v, s in at)])
+        body.append(
+            [row.label, *(statistics(v, results.metric, _weights(s)) if v else "" for v, s in at)]
+        )
     return tables.markdown(head, body)
 
 
@@ -239,10 +241,6 @@ def _at(row: Row, step: int) -> tuple[list[float | None], list[int]]:
         for pair in zip(values, run.seeds, strict=True)
     ]
     return [value for value, _ in pairs], [seed for _, seed in pairs]
-
-
-def _statistics(values: Sequence[float | None], seeds: Sequence[int], metric: Metric) -> str:
-    return statistics(values, metric, _weights(seeds))
 
 
 def _weights(seeds: Sequence[int]) -> list[float]:

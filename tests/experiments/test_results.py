@@ -341,9 +341,9 @@ def verdict(directory, values, claim=CLAIM, **more):
 
 def test_a_verdict_needs_three_finished_seeds(tmp_path):
     assert verdict(tmp_path, [0.5, 0.6, 0.7]) == "**holds**"
-    with pytest.raises(UserError, match=r'"holds" with n = 2 of some cell=gru: it is undecided'):
+    with pytest.raises(UserError, match=r'"holds", but undecided, with some cell=gru \(n = 2\)'):
         verdict(tmp_path, [0.5, 0.6])
-    with pytest.raises(UserError, match=r"with step 10, unfinished of some cell=gru: it is"):
+    with pytest.raises(UserError, match=r"with some cell=gru \(unfinished at step 10\)"):
         verdict(tmp_path, [0.5, 0.6, 0.7], finished=False)
     undecided = CLAIM.replace("holds", "undecided")
     assert verdict(tmp_path, [0.5], undecided) == "**undecided (n = 1)**"
@@ -358,6 +358,7 @@ def test_a_claim_cites_other_rows_with_what_they_lack(tmp_path):
         one_record([0.5, 0.6, 0.7], length=30),
         one_record([0.1, 0.2, 0.6], cell="lstm", length=30),
         one_record([0.3, 0.8], length=60),
+        one_record([0.3, None], length=90, finished=False),
     ]
     claim = CLAIM.replace('cell = "gru"', 'cell = "gru", length = 30')
 
@@ -371,14 +372,22 @@ def test_a_claim_cites_other_rows_with_what_they_lack(tmp_path):
     assert shown("holds", cited) == (
         own + "the LSTM 0.3000 [0.1000, 0.6000], 0.3000 or 0.3000 [0.1000, 0.6000]"
     )
-    assert shown("undecided", "twice {length=60}") == own + "twice 0.5500 [0.3000, 0.8000], n = 2"
-    with pytest.raises(UserError, match=r"n = 2 of some cell=gru length=60: it is undecided"):
+    assert shown("undecided", "twice {length=60}") == own + "twice 0.5500 [0.3000, 0.8000] (n = 2)"
+    with pytest.raises(UserError, match=r"with some cell=gru length=60 \(n = 2\)"):
         shown("holds", "twice {mean length=60}")
-    with pytest.raises(UserError, match=r"some\.json has 0 rows with"):
+    with pytest.raises(UserError, match=r"Figure 1, cites what is not there\. .*json has 0 rows"):
         shown("undecided", "{cell=gato}")
-    with pytest.raises(UserError, match=r"cites \{some cell\}, where flags must be name=value"):
-        shown("undecided", "{some cell}")
-    claim = claim[: claim.index("results")] + 'evidence = "tests/test_gato.py"\n'
+    for text in ("{some cell}", "{cell=gru cell=lstm}"):
+        with pytest.raises(UserError, match=r"whose flags must be name=value, each once"):
+            shown("undecided", text)
+    for text in ("{cell=gru", "cell=gru}"):
+        with pytest.raises(UserError, match="has a brace without the other of its pair"):
+            shown("undecided", text)
+    assert shown("undecided", "{mean length=90}").endswith("-* (n = 2, unfinished at step 10)")
+    claim = claim[: claim.index("results")] + 'evidence = "docs/results/some.json"\n'
+    with pytest.raises(UserError, match="is settled by runs and must name their row in results"):
+        shown("holds", "")
+    claim = claim.replace("docs/results/some.json", "tests/test_gato.py")
     with pytest.raises(UserError, match=r"cites \{cell=gru\}, but has no row of its own"):
         shown("holds", "{cell=gru}")
 
@@ -386,7 +395,7 @@ def test_a_claim_cites_other_rows_with_what_they_lack(tmp_path):
 def test_a_seed_that_two_revisions_ran_is_one_seed(tmp_path):
     (tmp_path / "papers.toml").write_text(CLAIM)
     runs = [one_record([0.5, 0.6]), dataclasses.replace(one_record([0.7]), revision="0123abc")]
-    with pytest.raises(UserError, match=r"with n = 2 \(3 runs\) of some cell=gru: it is undecided"):
+    with pytest.raises(UserError, match=r"some cell=gru \(n = 2 \(3 runs\)\)"):
         pages(tmp_path, runs, "{claims}")
     undecided = CLAIM.replace("holds", "undecided") + 'of = "gates"\nours = "others less"\n'
     (tmp_path / "papers.toml").write_text(undecided)

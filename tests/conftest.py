@@ -42,7 +42,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--full",
         action="store_true",
-        help="test the full product of options instead of all pairs, and thousands of bad files",
+        help="test the full product of options, what takes minutes, and thousands of bad files",
     )
 
 
@@ -55,7 +55,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """What takes minutes is for ``--full``."""
+    """What takes minutes, and combinations of what is tested apart, are for ``--full``."""
     if config.getoption("full"):
         return
     long = [item for item in items if item.get_closest_marker("full")]

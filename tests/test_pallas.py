@@ -35,7 +35,7 @@ F64 = dict(param_dtype=jnp.float64)
 
 
 def kernels_of(platform, monkeypatch):
-    """No other platform's kernels are traced beside them, which takes most of a test's time."""
+    """Traces the kernels of this platform alone: those of the others take most of the time."""
 
     def on_platform(kernel_call, *args):
         return kernel_call(platform, *args)
@@ -46,8 +46,10 @@ def kernels_of(platform, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def of_one_platform(request, monkeypatch):
-    """A few tests have the program that users get, of kernels for every platform."""
-    if not request.node.get_closest_marker("every_platform"):
+    """Tests trace the CPU's kernels, but for those marked, and but for a full run: these have the
+    program that users get, of kernels for every platform."""
+    full = request.config.getoption("full")
+    if not (full or request.node.get_closest_marker("every_platform")):
         kernels_of("cpu", monkeypatch)
 
 
@@ -115,6 +117,29 @@ CELLS = {
 def test_cells(name, monkeypatch):
     monkeypatch.setattr(pallas_loop, "MOST_STEPS", 2)  # 5 steps: two blocks and a rest
     compare(CELLS[name], return_carries="all")
+
+
+TRACED = {
+    "um_lstm": rg.CELLS["um_lstm"](FEATURES, downsize=2, **F64),
+    "ur_gru": rg.CELLS["ur_gru"](FEATURES, **F64),
+    "o_janet": rg.CELLS["o_janet"](FEATURES, **F64),
+}
+
+
+@pytest.mark.every_platform
+@pytest.mark.parametrize("name", [*CELLS, *TRACED])
+def test_every_platform_is_traced_with_the_others(name):
+    """Without an error, and once each: what a TPU or a GPU alone does not serve is an error on a
+    CPU, too."""
+    cell = (CELLS | TRACED)[name]
+
+    def loss(params, xs):
+        return rg.unroll(cell, params, xs, backend="pallas")[1].sum()
+
+    params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
+    program = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, xs))
+    assert program.count("pallas_call[") % 3 == 0
+    assert program.count("pallas_call[") >= 6
 
 
 def noise(*shape, p=0.5):
@@ -220,7 +245,7 @@ HEADS = {
     ("name", "gpu"),
     thinned(
         itertools.product(HEADS, (False, True)),
-        lambda name, gpu: name in ("lstm", "um_lstm") or gpu == name.startswith("ur"),
+        lambda name, gpu: gpu or name in ("um_lstm", "gru"),
     ),
 )
 def test_a_head_at_a_time(name, gpu, monkeypatch, request):

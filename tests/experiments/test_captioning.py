@@ -253,13 +253,13 @@ def test_padding_changes_no_loss_and_no_gradient(learner):
 
     @jax.jit
     @jax.value_and_grad
-    def loss(params, window):
+    def loss_and_gradients(params, window):
         total, weight = task.loss(learner.apply, params, window, (), True).loss
         return total / weight
 
-    expected = loss(params, plain)
+    expected = loss_and_gradients(params, plain)
     for other in (longer, more):
-        found = loss(params, other)
+        found = loss_and_gradients(params, other)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     for part in ("head", "recurrent", "vision", "words", "begin"):
@@ -283,7 +283,7 @@ def test_what_is_said_is_what_is_scored(learner):
         words = caption[:, 0, time]
 
 
-@pytest.mark.parametrize("cell", ["ur_rma", "rmc", pytest.param("dnc", marks=pytest.mark.full)])
+@pytest.mark.parametrize("cell", ["dnc", "ur_rma", "rmc"])
 def test_a_memory_begins_as_its_cell_has_it(cell):
     """And the picture gives the controller's state; the words that follow are probabilities."""
     made = Learner(config(**ATTENDING, cell=cell, hidden_size=8))
@@ -355,7 +355,10 @@ def test_held_out_scores_count_each_picture_once(learner):
 
 @pytest.mark.parametrize(
     "settings",
-    [{**ATTENDING, "detach_prob": 0.4}, pytest.param({"seeds": 3}, marks=pytest.mark.full)],
+    [
+        {**ATTENDING, "detach_prob": 0.4, "seeds": 2},
+        pytest.param({"seeds": 3}, marks=pytest.mark.full),
+    ],
 )
 def test_a_stopped_run_ends_with_the_same_bits(learners, tmp_path, settings, monkeypatch):
     run = config(**settings)

@@ -1,4 +1,4 @@
-"""A process with eight devices: ``python -m tests.experiments.probes.eight DIRECTORY PROBES``.
+"""A process with eight devices: ``python -m tests.experiments.probes.eight DIRECTORY NAME ...``.
 
 It trains the probes, each stopped after one step; notes what is said of a task that does not cut
 its rows; and is killed in the middle of a run on one device.

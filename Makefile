@@ -1,5 +1,5 @@
 # make copy       install, then train GATO on the copy task (minutes on two cores)
-# make test       install, then lint, type-check and run the tests (14 minutes on two cores)
+# make test       install, then lint, type-check and run the tests (14 to 20 minutes on two cores)
 # make test-quick install, then lint, type-check and run a few minutes' part of the tests
 # make test-all   all of make test with the full product of options instead of a covering array
 # make mutate     plant known mistakes in a copy, one by one; each must be caught (minutes)

@@ -12,6 +12,9 @@ import pytest
 
 TOLERANCE = 1e-10  # of float64: about a million roundings
 
+# C is U, CR is UR and CM is UM with other values of b: with random parameters they are the same.
+TWINS = {"c": "u", "cr": "ur", "cm": "um"}
+
 
 def assert_close(actual, expected, tolerance=TOLERANCE):
     """Asserts max|a - b| / max|b| < tolerance for every array of two trees of the same

@@ -16,6 +16,7 @@ import recurrent_gates as rg
 from recurrent_gates import initializers
 from tests import reference
 from tests.support import (
+    TWINS,
     array,
     assert_close,
     assert_identical,
@@ -37,9 +38,7 @@ UNGATED = (
 GATED = tuple(f"{gate}_{family}" for gate in GATES for family in ("lstm", "gru", "janet"))
 NAMES = UNGATED + GATED
 GATO = ("gato1", "gato2", "gato")
-# With random parameters C is U, CR is UR and CM is UM: they start at other values of b. GATO is the
-# two-layer one, the ON-LSTM has OM's gate.
-TWINS = {"c": "u", "cr": "ur", "cm": "um"}
+# GATO is the two-layer one, the ON-LSTM has OM's gate.
 DISTINCT = [
     name for name in NAMES if name.split("_")[0] not in TWINS and name not in ("gato", "on_lstm")
 ]

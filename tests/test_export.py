@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import recurrent_gates as rg
-from tests.support import assert_close, assert_identical, parameters, quick_jit
+from tests.support import TWINS, assert_close, assert_identical, parameters, quick_jit
 from tests.test_scan import FEATURES, setting
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -49,7 +49,7 @@ def test_every_cell_exports_with_symbolic_sizes(backend, family, x32, request):
     gated = [name for name in served if name.endswith((f"_{family}", family))]
     others = [name for name in served if not name.endswith(("lstm", "gru", "janet"))]
     if not request.config.getoption("full"):
-        gated = [name for name in gated if not name.startswith(("c_", "cr_", "cm_"))]
+        gated = [name for name in gated if name.split("_")[0] not in TWINS]
     cells = {name: built[name] for name in (others if family == "others" else gated)}
     params = {name: parameters(cell, 3) for name, cell in cells.items()}
 

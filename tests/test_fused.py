@@ -22,7 +22,7 @@ from recurrent_gates.backends.shared import products, two_layer
 from recurrent_gates.cells import Exploding, HiddenState
 from recurrent_gates.declared import Weights
 from recurrent_gates.scan import Loop, Settings
-from tests.support import array, assert_close, parameters, quick_jit, state, users_jit
+from tests.support import TWINS, array, assert_close, parameters, quick_jit, state, users_jit
 from tests.test_carry import Scale
 from tests.test_gato import Count, StoreAtCount
 
@@ -35,8 +35,7 @@ PLAIN = ("lstm_lecture", "gru_d", "rnn", "exploding", "gato1", "gato2")
 
 FACTORS = {
     "family": GATED + PLAIN,
-    # C, CR and CM are U, UR and UM with other values of b, which are random here.
-    "gate": tuple(gate for gate in rg.GATES if gate not in ("c", "cr", "cm")),
+    "gate": tuple(gate for gate in rg.GATES if gate not in TWINS),
     "biases": (1, 2),  # vectors
     "carry": ("none", "detach", "detach_own_other", "damp", "zoneout", "zoneout_mean"),
     "mask": ("none", "lengths", "valid"),

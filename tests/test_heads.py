@@ -14,6 +14,7 @@ from recurrent_gates.backends.shared import products
 from recurrent_gates.testing import check_cell
 from tests import reference
 from tests.support import (
+    TWINS,
     array,
     assert_close,
     assert_identical,
@@ -26,7 +27,7 @@ from tests.support import (
 pytestmark = pytest.mark.usefixtures("x64")
 
 STEPS, BATCH, INPUTS, FEATURES, HEADS = 5, 3, 4, 12, 3
-GATES = [name for name in rg.GATES if name not in ("c", "cr", "cm")]  # as u, ur, um from there
+GATES = [name for name in rg.GATES if name not in TWINS]
 SOME = "lstm standard", "lstm ur", "lstm om", "gru standard", "gru um", "janet o"
 
 

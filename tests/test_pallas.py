@@ -1,7 +1,8 @@
 """The Pallas kernels, interpreted, against the scan: every value and every gradient.
 
 In float64, where a right kernel differs by roundings alone. What the compilers of a TPU and of
-a GPU make of the kernels is in `tests/tpu` and `tests/cuda` and, as far as lowering, below.
+a GPU make of the kernels is in `tests/tpu` and `tests/cuda` and, as far as lowering, in
+`test_pallas_platforms.py`.
 """
 
 import dataclasses
@@ -15,8 +16,6 @@ import numpy as np
 import pytest
 from flax import struct
 from jax.experimental import pallas as pl
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
-from jax.sharding import PartitionSpec as P
 
 import recurrent_gates as rg
 from recurrent_gates.backends.pallas import gato as pallas_gato
@@ -24,7 +23,7 @@ from recurrent_gates.backends.pallas import loop as pallas_loop
 from recurrent_gates.backends.pallas import recurrence as pallas_recurrence
 from recurrent_gates.backends.pallas.body import in_kernel
 from recurrent_gates.backends.pallas.loop import OnGpu, time_loop
-from tests.support import array, assert_close, parameters, quick_jit, state, thinned
+from tests.support import TWINS, array, assert_close, parameters, quick_jit, state, thinned
 from tests.test_carry import OwnZoneout
 from tests.test_gato import Count, Doubled
 
@@ -46,10 +45,8 @@ def kernels_of(platform, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def of_one_platform(request, monkeypatch):
-    """Tests trace the CPU's kernels, but for those marked, and but for a full run: these have the
-    program that users get, of kernels for every platform."""
-    full = request.config.getoption("full")
-    if not (full or request.node.get_closest_marker("every_platform")):
+    """Only a full run has the program that users get, of kernels for every platform."""
+    if not request.config.getoption("full"):
         kernels_of("cpu", monkeypatch)
 
 
@@ -77,8 +74,7 @@ def compare(cell, batch=(BATCH,), around=lambda f: f, lanes=(), dtype=jnp.float6
     assert_close(results("pallas"), results("scan"))
 
 
-# C, CR and CM are U, UR and UM with other values of b, which are random here.
-GATES = [gate for gate in rg.GATES if gate not in ("c", "cr", "cm")]
+GATES = [gate for gate in rg.GATES if gate not in TWINS]
 
 
 @pytest.mark.parametrize(
@@ -117,29 +113,6 @@ CELLS = {
 def test_cells(name, monkeypatch):
     monkeypatch.setattr(pallas_loop, "MOST_STEPS", 2)  # 5 steps: two blocks and a rest
     compare(CELLS[name], return_carries="all")
-
-
-TRACED = {
-    "um_lstm": rg.CELLS["um_lstm"](FEATURES, downsize=2, **F64),
-    "ur_gru": rg.CELLS["ur_gru"](FEATURES, **F64),
-    "o_janet": rg.CELLS["o_janet"](FEATURES, **F64),
-}
-
-
-@pytest.mark.every_platform
-@pytest.mark.parametrize("name", [*CELLS, *TRACED])
-def test_every_platform_is_traced_with_the_others(name):
-    """Without an error, and once each: what a TPU or a GPU alone does not serve is an error on a
-    CPU, too."""
-    cell = (CELLS | TRACED)[name]
-
-    def loss(params, xs):
-        return rg.unroll(cell, params, xs, backend="pallas")[1].sum()
-
-    params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
-    program = str(jax.make_jaxpr(jax.grad(loss, (0, 1)))(params, xs))
-    assert program.count("pallas_call[") % 3 == 0
-    assert program.count("pallas_call[") >= 6
 
 
 def noise(*shape, p=0.5):
@@ -197,7 +170,6 @@ def test_carry_functions_masks_and_resets(name, how, monkeypatch):
     compare(CELLS[name], **how)
 
 
-@pytest.mark.every_platform
 @pytest.mark.parametrize("name", ["lstm", "gato2"])
 def test_lanes_of_vmap(name):
     def around(forward):
@@ -461,50 +433,6 @@ def test_products_of_one_row_are_sums_in_a_kernel():
     assert_close(kernel(row, matrix), both(row, matrix))
     with pytest.raises(ValueError, match=r"a matrix, got shapes \(2, 3\) and \(3, 5\); use"):
         in_kernel(jnp.matmul, one_row=True)(array(2, 2, 3), matrix)
-
-
-@pytest.mark.every_platform
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")  # jax 0.12
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize(
-    ("name", "steps"),  # of which a TPU takes 32 at a time
-    thinned(
-        itertools.product(
-            ("lstm", "or_gru", "gato2", "heads", "gru mapped", "gato2 mapped"), (9, 33)
-        ),
-        lambda name, steps: steps == 33 or name in ("lstm", "gato2"),
-    ),
-)
-def test_kernels_lower(platform, name, steps, x32):
-    """To Triton and to Mosaic: a training step with h-detach, in the widths that they take; in a
-    shard_map, too."""
-    name, *mapped = name.split()
-    heads = dict(heads=8, dtype=jnp.bfloat16)
-    cell = rg.LSTM(1024, **heads) if name == "heads" else rg.CELLS[name](128)
-    field = "r" if name == "gato2" else "h"
-    params = jax.eval_shape(lambda key: cell.init_params(key, 4), jax.random.key(0))
-
-    def outputs(params, xs, draws):
-        fns = (rg.Detach(0.5, field=field),)
-        return rg.unroll(cell, params, xs, carry_fns=fns, noise=(draws,), backend="pallas")[1]
-
-    def loss(params, xs, draws):
-        rows = P(None, "batch")
-        of = (
-            jax.shard_map(outputs, in_specs=(P(), rows, P()), out_specs=rows) if mapped else outputs
-        )
-        return of(params, xs, draws).sum()
-
-    xs = jax.ShapeDtypeStruct((steps, 16, 4), cell.dtype or jnp.float32)
-    shapes = xs, jax.ShapeDtypeStruct((steps,), bool)
-    gpu = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
-    axes = ((1,), ("batch",), (AxisType.Auto,)) if mapped else ((), ())
-    where = AbstractMesh(*axes, abstract_device=gpu if platform == "cuda" else None)
-    with use_abstract_mesh(where):
-        traced = jax.jit(jax.grad(loss)).trace(params, *shapes)
-        program = traced.lower(lowering_platforms=(platform,)).as_text()
-    call = {"cuda": "@__gpu$xla.gpu.triton", "tpu": "@tpu_custom_call"}[platform]
-    assert program.count(call) == (6 if name == "gato2" else 2)
 
 
 # What is refused.

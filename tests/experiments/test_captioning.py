@@ -259,8 +259,8 @@ def test_padding_changes_no_loss_and_no_gradient(learner):
 
     expected = loss_and_gradients(params, plain)
     for other in (longer, more):
-        found = loss_and_gradients(params, other)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        actual = loss_and_gradients(params, other)
+        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     for part in ("head", "recurrent", "vision", "words", "begin"):
         assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected[1][part])) > 0

@@ -22,7 +22,16 @@ from recurrent_gates.backends.shared import products, two_layer
 from recurrent_gates.cells import Exploding, HiddenState
 from recurrent_gates.declared import Weights
 from recurrent_gates.scan import Loop, Settings
-from tests.support import TWINS, array, assert_close, parameters, quick_jit, state, users_jit
+from tests.support import (
+    TWINS,
+    array,
+    assert_close,
+    parameters,
+    quick_jit,
+    state,
+    thinned,
+    users_jit,
+)
 from tests.test_carry import Scale
 from tests.test_gato import Count, StoreAtCount
 
@@ -65,8 +74,17 @@ def possible(row):
     return family in (None, *BIASED) or row.get("biases", 1) == 1
 
 
+def paired(row):
+    """The same for pairs of a default run: in a full one alone does zoneout's mean, which draws
+    nothing, meet gates and other families than those in ``BIASED``."""
+    if row.get("carry") != "zoneout_mean":
+        return possible(row)
+    plain = row.get("gate", "standard") == "standard"
+    return plain and row.get("family") in (None, *BIASED) and possible(row)
+
+
 def covering_array():
-    """Rows that hold every possible pair of levels, greedily; the same in each run."""
+    """Rows that hold every pair of levels of a default run, greedily; the same in each run."""
     names = list(FACTORS)
     wanted = {
         pair
@@ -74,7 +92,7 @@ def covering_array():
         for pair in itertools.product(
             [(a, level) for level in FACTORS[a]], [(b, level) for level in FACTORS[b]]
         )
-        if possible(dict(pair))
+        if paired(dict(pair))
     }
     rows, draw = [], np.random.default_rng(0)
 
@@ -92,7 +110,7 @@ def covering_array():
                         draw.shuffle(
                             levels
                         )  # of equals elsewhere the first level, the plainest, is taken
-                    levels = [level for level in levels if possible({**row, name: level})]
+                    levels = [level for level in levels if paired({**row, name: level})]
                     trial = [
                         {
                             key: {**row, name: level}[key]
@@ -279,7 +297,7 @@ def test_the_covering_array_covers():
     for a, b in itertools.combinations(FACTORS, 2):
         seen = {(row[a], row[b]) for row in rows}
         levels = set(itertools.product(FACTORS[a], FACTORS[b]))
-        levels = {pair for pair in levels if possible(dict(zip((a, b), pair, strict=True)))}
+        levels = {pair for pair in levels if paired(dict(zip((a, b), pair, strict=True)))}
         assert seen == levels
 
 
@@ -310,15 +328,24 @@ def test_gato_ablations(s_update, inputs, monkeypatch):
     compare(cell, dict(reverse=True, remat=5))
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 5, STEPS, 100])
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("chunk", "reverse"),
+    thinned(
+        itertools.product([None, 1, 5, STEPS, 100], [False, True]),
+        lambda chunk, reverse: reverse or chunk == 5,
+    ),
+)
 def test_gato_in_any_chunks(chunk, reverse):
     compare_in_chunks(build("gato2"), reverse, chunk)
 
 
-@pytest.mark.parametrize("family", ["lstm", "gru_before", "gato2"])
-@pytest.mark.parametrize("chunk", ["replayed", "kept"])
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("family", "chunk", "reverse"),
+    thinned(
+        itertools.product(["lstm", "gru_before", "gato2"], ["replayed", "kept"], [False, True]),
+        lambda family, chunk, reverse: family == "gru_before" or reverse == (chunk == "kept"),
+    ),
+)
 def test_chunks_that_fused_takes_by_itself(monkeypatch, family, chunk, reverse):
     outgrow_the_cache(monkeypatch, chunk)
     compare_in_chunks(build(family), reverse)

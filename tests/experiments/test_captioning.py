@@ -283,7 +283,7 @@ def test_what_is_said_is_what_is_scored(learner):
         words = caption[:, 0, time]
 
 
-@pytest.mark.parametrize("cell", ["dnc", "ur_rma", "rmc"])
+@pytest.mark.parametrize("cell", [pytest.param("dnc", marks=pytest.mark.full), "ur_rma", "rmc"])
 def test_a_memory_begins_as_its_cell_has_it(cell):
     """And the picture gives the controller's state; the words that follow are probabilities."""
     made = Learner(config(**ATTENDING, cell=cell, hidden_size=8))

@@ -23,8 +23,8 @@ from experiments.transfer_copy.settings import TRANSFER_COPY
 from tests.support import run_as_main
 
 EXPERIMENTS = {one.name: one for one in (COPY, ADDING, PIXELS, FORGETTING, TRANSFER_COPY)}
-COUNT = 2000
-DESCRIBED = 200  # every so manieth valid one: a description traces the model
+COUNT = 1000
+DESCRIBED = 100  # every so manieth valid one: a description traces the model
 
 TEXTS = {
     "cell": [*sorted(rg.CELLS), "flax.linen:GRUCell"],

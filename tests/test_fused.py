@@ -1,6 +1,7 @@
 """The fused backend against the scan: every value and every gradient, over all pairs of options.
 
-The default run covers every pair of levels of the factors below with a greedy covering array.
+The default run covers nearly every pair of levels of the factors below with a greedy covering
+array.
 With `--full` every cell family meets every gate, every carry function and every condition.
 """
 
@@ -75,8 +76,8 @@ def possible(row):
 
 
 def paired(row):
-    """The same for pairs of a default run: in a full one alone does zoneout's mean, which draws
-    nothing, meet gates and other families than those in ``BIASED``."""
+    """Whether a default run has such cells: in a full run alone does zoneout's mean, which draws
+    nothing, meet gates other than the standard one, and families outside ``BIASED``."""
     if row.get("carry") != "zoneout_mean":
         return possible(row)
     plain = row.get("gate", "standard") == "standard"
@@ -84,7 +85,7 @@ def paired(row):
 
 
 def covering_array():
-    """Rows that hold every pair of levels of a default run, greedily; the same in each run."""
+    """Rows with every pair of levels that ``paired`` allows, greedily; the same in each run."""
     names = list(FACTORS)
     wanted = {
         pair

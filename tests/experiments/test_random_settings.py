@@ -23,8 +23,7 @@ from experiments.transfer_copy.settings import TRANSFER_COPY
 from tests.support import run_as_main
 
 EXPERIMENTS = {one.name: one for one in (COPY, ADDING, PIXELS, FORGETTING, TRANSFER_COPY)}
-COUNT = 1000
-DESCRIBED = 100  # every so manieth valid one: a description traces the model
+DESCRIBED = 100  # every hundredth valid one: a description traces the model
 
 TEXTS = {
     "cell": [*sorted(rg.CELLS), "flax.linen:GRUCell"],
@@ -118,11 +117,12 @@ def assert_is_a_sentence(error, argv):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_command_line_is_a_config_or_a_sentence(name):
+def test_every_command_line_is_a_config_or_a_sentence(name, request):
+    count = 2000 if request.config.getoption("full") else 1000
     experiment, draw = EXPERIMENTS[name], random.Random(f"{name} 1")
     known, protocols = experiment.declarations(), list(experiment.protocols)
     valid_ones = described = 0
-    for _ in range(COUNT):
+    for _ in range(count):
         argv = command_line(known, protocols, draw)
         try:
             config = config_of(experiment, argv)
@@ -136,7 +136,7 @@ def test_every_command_line_is_a_config_or_a_sentence(name):
             assert_is_a_sentence(error, argv)
         except Exception as error:
             raise AssertionError(f"{argv}: {error!r}") from error
-    assert COUNT / 4 < valid_ones < COUNT * 3 / 4  # both of what is tested
+    assert count / 4 < valid_ones < count * 3 / 4  # both of what is tested
     assert described > 2
 
 

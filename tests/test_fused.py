@@ -1,7 +1,6 @@
 """The fused backend against the scan: every value and every gradient, over all pairs of options.
 
-The default run covers nearly every pair of levels of the factors below with a greedy covering
-array.
+The default run covers every pair of levels of the factors below with a greedy covering array.
 With `--full` every cell family meets every gate, every carry function and every condition.
 """
 
@@ -75,17 +74,8 @@ def possible(row):
     return family in (None, *BIASED) or row.get("biases", 1) == 1
 
 
-def paired(row):
-    """Whether a default run has such cells: in a full run alone does zoneout's mean, which draws
-    nothing, meet gates other than the standard one, and families outside ``BIASED``."""
-    if row.get("carry") != "zoneout_mean":
-        return possible(row)
-    plain = row.get("gate", "standard") == "standard"
-    return plain and row.get("family") in (None, *BIASED) and possible(row)
-
-
 def covering_array():
-    """Rows with every pair of levels that ``paired`` allows, greedily; the same in each run."""
+    """Rows that hold every possible pair of levels, greedily; the same in each run."""
     names = list(FACTORS)
     wanted = {
         pair
@@ -93,7 +83,7 @@ def covering_array():
         for pair in itertools.product(
             [(a, level) for level in FACTORS[a]], [(b, level) for level in FACTORS[b]]
         )
-        if paired(dict(pair))
+        if possible(dict(pair))
     }
     rows, draw = [], np.random.default_rng(0)
 
@@ -111,7 +101,7 @@ def covering_array():
                         draw.shuffle(
                             levels
                         )  # of equals elsewhere the first level, the plainest, is taken
-                    levels = [level for level in levels if paired({**row, name: level})]
+                    levels = [level for level in levels if possible({**row, name: level})]
                     trial = [
                         {
                             key: {**row, name: level}[key]
@@ -298,7 +288,7 @@ def test_the_covering_array_covers():
     for a, b in itertools.combinations(FACTORS, 2):
         seen = {(row[a], row[b]) for row in rows}
         levels = set(itertools.product(FACTORS[a], FACTORS[b]))
-        levels = {pair for pair in levels if paired(dict(zip((a, b), pair, strict=True)))}
+        levels = {pair for pair in levels if possible(dict(zip((a, b), pair, strict=True)))}
         assert seen == levels
 
 

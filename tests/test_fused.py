@@ -4,7 +4,6 @@ The default run covers every pair of levels of the factors below with a greedy c
 With `--full` every cell family meets every gate, every carry function and every condition.
 """
 
-import bisect
 import dataclasses
 import functools
 import itertools
@@ -20,7 +19,6 @@ import recurrent_gates as rg
 from recurrent_gates.backends import fused
 from recurrent_gates.backends.shared import products, two_layer
 from recurrent_gates.cells import Exploding, HiddenState
-from recurrent_gates.declared import Weights
 from recurrent_gates.scan import Loop, Settings
 from tests.support import (
     TWINS,
@@ -30,7 +28,6 @@ from tests.support import (
     quick_jit,
     state,
     thinned,
-    users_jit,
 )
 from tests.test_carry import Scale
 from tests.test_gato import Count, StoreAtCount
@@ -340,77 +337,6 @@ def test_gato_in_any_chunks(chunk, reverse):
 def test_chunks_that_fused_takes_by_itself(monkeypatch, family, chunk, reverse):
     outgrow_the_cache(monkeypatch, chunk)
     compare_in_chunks(build(family), reverse)
-
-
-def test_chunks_have_the_size_of_the_cache_and_no_rest_where_that_costs_little(monkeypatch):
-    cell = rg.LSTM(8)  # projections of 4 slots, 8 wide, 4 bytes, for 3 examples: 384 bytes a step
-
-    def chunk(steps, budget, reused=0, inputs=INPUTS):
-        monkeypatch.setattr(fused, "_REUSED_BYTES", reused)
-        monkeypatch.setattr(fused, "_CACHE_BYTES", budget)
-        params = jax.eval_shape(lambda key: cell.init_params(key, inputs), jax.random.key(0))
-        xs = jnp.zeros((steps, 3, inputs), jnp.float32)
-        start = cell.initial((3,))
-        return fused.chunk(Loop(Settings(cell, batch_dims=1), params, xs, start, start))
-
-    assert chunk(100, 100 * 384) is None
-    assert chunk(100, 100 * 384 - 1) == 50
-    assert chunk(100, 34 * 384) == 25
-    assert chunk(100, 33 * 384) == 25
-    assert chunk(101, 60 * 384) == 60
-    # The recurrent weights are 8 x 32 numbers, 1024 bytes, and twice that is more than 5 steps.
-    assert chunk(101, 1) == 5
-    # Three times the projections and twice the carries, two fields 8 wide, 192 bytes a step.
-    assert chunk(100, 1, reused=100 * (3 * 384 + 2 * 192)) is None
-    assert chunk(100, 1, reused=100 * (3 * 384 + 2 * 192) - 1) == 5
-    # Of wide inputs it is enough that the projections and carries of a forward pass are reused.
-    assert chunk(100, 1, reused=100 * (384 + 192), inputs=128) is None
-    assert chunk(100, 1, reused=100 * (384 + 192) - 1, inputs=128) == 5
-    assert chunk(100, 1, reused=100 * (384 + 192), inputs=127) == 5
-
-
-def train_step_bytes(cell, inputs, steps, batch):
-    """What XLA plans for a train step."""
-
-    def step(params, xs, cotangent):
-        def run(params, xs):
-            return rg.unroll(cell, params, xs, backend="fused")[1]
-
-        ys, pullback = jax.vjp(run, params, xs)
-        return ys, pullback(cotangent)
-
-    shapes = [
-        jax.eval_shape(lambda key: cell.init_params(key, inputs), jax.random.key(0)),
-        jax.ShapeDtypeStruct((steps, batch, inputs), jnp.float32),
-        jax.ShapeDtypeStruct((steps, batch, cell.features), jnp.float32),
-    ]
-    return users_jit(step).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
-
-
-@pytest.mark.parametrize("name", ["lstm", "gru", "om_lstm", "gato1", "gato2"])
-def test_what_needs_no_chunks_takes_no_more_memory_than_is_reused(name, monkeypatch, x32):
-    monkeypatch.setattr(fused, "_REUSED_BYTES", 2**21)
-    monkeypatch.setattr(fused, "_CACHE_BYTES", 1)
-    cell, inputs, batch = rg.CELLS[name](32), 2, 16
-    params, start = parameters(cell, inputs), cell.initial((batch,))
-
-    def is_whole(steps):
-        xs = jax.ShapeDtypeStruct((steps, batch, inputs), jnp.float32)
-        return fused.chunk(Loop(Settings(cell, batch_dims=1), params, xs, start, start)) is None
-
-    longest = bisect.bisect(range(1, 400), False, key=lambda steps: not is_whole(steps))
-    assert 30 < longest < 399
-    assert is_whole(longest)
-    assert not is_whole(longest + 1)
-    # The weights and their gradients are not counted.
-    assert 2**19 < train_step_bytes(cell, inputs, longest, batch) <= 1.02 * 2**21
-
-
-def test_weights_of_a_large_hidden_state_keep_their_products():
-    assert not fused._replays(Weights({"i": jnp.zeros((301, 301))}, {}, {}))
-    assert fused._replays(
-        Weights({"i": jnp.zeros((256, 256))}, {"a": jnp.zeros(1024)}, {"u": jnp.zeros(1024)})
-    )
 
 
 class Sine(rg.LSTM):

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import recurrent_gates as rg
 from recurrent_gates import target
 from recurrent_gates.backends import native
-from recurrent_gates.backends.native import backend, gato
+from recurrent_gates.backends.native import backend
 from recurrent_gates.scan import Loop, Settings, Stream
 from tests.support import array, assert_close, assert_identical, randomize, thinned
 
@@ -465,23 +465,6 @@ def test_params_need_no_second_bias():
     params = {name: leaf for name, leaf in params.items() if name != "recurrent_bias"}
     actual, expected = (everything(cell, name)(params, xs, carry) for name in ("native", "scan"))
     assert_close(actual, expected, TOLERANCE)
-
-
-@pytest.mark.parametrize("how", ["plain", "reverse_carries", "detach"])
-def test_a_gato_in_chunks_is_the_scan(how, monkeypatch):
-    """Two of six steps, whose pre-activations the backward pass forms again."""
-    monkeypatch.setitem(LARGE, "six_steps", (6, (2, 2), 3, 17))
-    cell, values = arrays(CELLS["gato1"], "six_steps")
-    whole = everything(cell, "native", **HOW[how])(*values)
-    of_step = 2 * 4 * 17 * 3 * 4
-    monkeypatch.setattr(gato, "_KEPT_BYTES", 6 * of_step - 1)
-    monkeypatch.setattr(gato, "_CHUNK_BYTES", 2 * of_step + 1)
-    text = everything(cell, "native", **HOW[how]).lower(*values).as_text()
-    assert "recurrent_gates_gato_backward" in text
-    assert "tensor<2x4x51xf32>" in text  # two steps, four examples, three slots of 17 units
-    assert_close(everything(cell, "native", **HOW[how])(*values), whole, 2e-6)
-    expected = everything(cell, "scan", **HOW[how])(*values)
-    assert_close(everything(cell, "native", **HOW[how])(*values), expected, TOLERANCE)
 
 
 @pytest.mark.parametrize("maps", ["", "f", "g", "fg"])

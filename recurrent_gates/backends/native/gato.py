@@ -40,10 +40,6 @@ NAME = "gato"  # in ``library.CELLS``
 SLOTS = (("f", "gate"), ("f", "candidate"), ("g", "s"))
 """The map and the slot of each pre-activation, in the order of the kernels."""
 
-# Bytes of what is kept of all steps from which a backward pass keeps a chunk's at a time.
-_KEPT_BYTES = 2**24
-_CHUNK_BYTES = 2**23
-
 
 def has_kernels(cell: Cell) -> bool:
     """Whether a cell is what its kernels compute."""
@@ -62,7 +58,7 @@ def has_kernels(cell: Cell) -> bool:
 def segment(loop: Loop) -> Segment:
     """A stretch of time of a loop with one axis for the batch."""
     cell = _cell(loop)
-    last, ys, ss = (_recurrence if _chunk(loop) is None else _in_chunks)(loop)
+    last, ys, ss = _recurrence(loop)
     carries = None if ss is None else GATOState(ys[..., cell.units :], ss)
     return Segment(last, ys[..., : cell.units] if cell.emit_s_only else ys, carries)
 
@@ -138,69 +134,6 @@ def _backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
 
 
 _recurrence.defvjp(_forward, _backward)
-
-
-def _chunk(loop: Loop) -> int | None:
-    """The steps of which a backward pass keeps pre-activations at a time; None for all."""
-    steps, rows, inputs = loop.xs.shape
-    of_unit = 4 * _cell(loop).units * len(SLOTS)  # bytes of a unit's slots
-    if 2 * steps * rows * of_unit <= _KEPT_BYTES:  # with what else is kept of a step
-        return None
-    most = max(1, max(_CHUNK_BYTES, 4 * inputs * of_unit) // (2 * rows * of_unit))
-    return next((n for n in range(most, most // 2, -1) if steps % n == 0), None)
-
-
-@jax.custom_vjp
-def _in_chunks(loop: Loop) -> tuple[GATOState, jax.Array, jax.Array | None]:
-    """``_recurrence``, whose backward pass forms the pre-activations of a chunk of steps again.
-
-    They then stay in memory that is touched already, and mostly in cache.
-    """
-    return _result(loop, Forward.of(loop, keep=False))
-
-
-def _in_chunks_forward(loop: Loop) -> tuple[Any, Any]:
-    settings = loop.settings._replace(keep_carries=True)
-    out = Forward.of(loop.replace(settings=settings), keep=False)
-    return _result(loop, out), (loop, out)
-
-
-def _in_chunks_backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
-    loop, out = saved
-    d_last, d_ys, d_ss = cotangents
-    steps, reverse, length = loop.steps, loop.settings.reverse, _chunk(loop)
-    assert length is not None
-
-    def cut(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.reshape(steps // length, length, *x.shape[1:]), tree)
-
-    def starts(first: jax.Array, all_: jax.Array) -> jax.Array:
-        """The carry before each chunk, from those of all steps."""
-        return shifted(first, cut(all_)[:, 0 if reverse else -1], reverse)
-
-    rs = out.ys[..., _cell(loop).units :]
-    carries = GATOState(starts(loop.carry.r, rs), starts(loop.carry.s, out.ss))
-    whole = loop.replace(xs=None, carry=None, reset_carry=None, stream=None)
-
-    def body(d: tuple[GATOState, Params], chunk: Any) -> tuple[tuple[GATOState, Params], jax.Array]:
-        d_carry, d_params = d
-        xs, stream, carry, *d_out = chunk
-
-        def run(params: Params, xs: jax.Array, carry: GATOState) -> Any:
-            read = whole.replace(params=params, xs=xs, carry=carry, reset_carry=carry)
-            return _recurrence(read.replace(stream=stream))
-
-        _, pullback = jax.vjp(run, loop.params, xs, carry)
-        d_more, d_xs, d_carry = pullback((d_carry, *d_out))
-        return (d_carry, jax.tree.map(jnp.add, d_params, d_more)), d_xs
-
-    chunks = *cut((loop.xs, loop.stream)), carries, *cut((d_ys, d_ss))
-    start = d_last, jax.tree.map(jnp.zeros_like, loop.params)
-    (d_carry, d_params), d_xs = jax.lax.scan(body, start, chunks, reverse=not reverse)
-    return loop_of_cotangents(loop, d_params, d_xs.reshape(loop.xs.shape), d_carry)
-
-
-_in_chunks.defvjp(_in_chunks_forward, _in_chunks_backward)
 
 
 # ---------------------------------------------------------------------------------------

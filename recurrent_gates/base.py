@@ -199,6 +199,11 @@ class Cell(nn.RNNCellBase):
         Each top-level entry is drawn with its own key, folded by Flax.
         """
         init = self.init_params
+        if not self.is_initializing():
+            present = self.variables.get("params", {})
+            checks.params(self, present, in_features)
+            if present and checks.ours(self):
+                return {**present}  # Flax would draw them all again, for their shapes
 
         def entry(key: jax.Array, name: str) -> Any:
             return init(key, in_features)[name]
@@ -209,8 +214,6 @@ class Cell(nn.RNNCellBase):
                 f"{type(self).__name__}.init_params must return a dict of parameters, "
                 f"got {type(shapes).__name__}."
             )
-        if not self.is_initializing():
-            checks.params(self, self.variables.get("params", {}), in_features)
         return {name: self.param(name, entry, name) for name in shapes}
 
     def __call__(self, carry: Carry, inputs: Any) -> tuple[Carry, Any]:

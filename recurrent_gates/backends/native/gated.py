@@ -12,7 +12,7 @@ with their cotangents. Each kernel is an operation of two forms, see ``switch``.
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from recurrent_gates.backends import fused
 from recurrent_gates.backends.native import switch
 from recurrent_gates.backends.native.kernel import (
+    InputCotangents,
     Kernel,
     Masks,
     Scale,
@@ -123,11 +124,13 @@ def _backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
     slots = _kernels_of(loop).slots
     d = Backward.of(loop, out, d_last, d_hs, d_cs)
     of_weights = WeightGradients.of(loop, out, d)
-    d_xs = InputCotangents.of(loop, d)
+    d_xs = _InputCotangents.of(cell, d.z, [params["kernel"][slot] for slot in slots])
 
     def paired(params: Any, xs: jax.Array, carry: Carry, reset_carry: Carry) -> jax.Array:
         """The linear function whose gradient is asked for, also where a shard_map adds it up."""
-        pairs = [(xs, d_xs), (_biases(cell, slots, params), of_weights.bias)]
+        pairs = [(xs, d_xs)]
+        for parts, d_bias in zip(_biases(cell, slots, params), of_weights.biases, strict=True):
+            pairs += [(part, d_bias) for part in parts]
         for slot, d_kernel, d_weight in zip(
             slots, of_weights.kernels, of_weights.weights, strict=True
         ):
@@ -155,19 +158,20 @@ def _kernels_of(loop: Loop) -> Kernels:
     return chosen
 
 
-def _biases(cell: SlotCell, slots: Sequence[str], params: Any) -> jax.Array:
-    """What no inputs make of the slots, ``[slots, F]``; not a bias that stays apart."""
+def _biases(cell: SlotCell, slots: Sequence[str], params: Any) -> list[list[jax.Array]]:
+    """What no inputs make of each slot: one to three arrays ``[F]``, which are to be added up.
+
+    A bias that stays apart is none of them.
+    """
     gate = cell._gate
     own = params.get("recurrent_bias", {})
     offsets = gate.offsets(params.get("gate", {})) if gate else {}
 
-    def bias(slot: str) -> jax.Array:
-        parts = [params["bias"][slot]]
-        parts += [own[slot]] if slot in own and slot not in cell.separate else []
-        parts += [offsets[slot]] if slot in offsets else []
-        return functools.reduce(jnp.add, parts)
+    def parts(slot: str) -> list[jax.Array]:
+        second = [own[slot]] if slot in own and slot not in cell.separate else []
+        return [params["bias"][slot], *second, *([offsets[slot]] if slot in offsets else [])]
 
-    return jnp.stack([bias(slot) for slot in slots])
+    return [parts(slot) for slot in slots]
 
 
 # ---------------------------------------------------------------------------------------
@@ -204,11 +208,11 @@ class Cotangents(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of kernels and recurrent kernels by slot, of biases ``[slots, F]`` and the own bias."""
+    """Of kernels, recurrent kernels and biases by slot, and of the own bias."""
 
     kernels: list[jax.Array]
     weights: list[jax.Array]
-    bias: jax.Array
+    biases: list[jax.Array]
     own_bias: jax.Array | None
 
 
@@ -264,7 +268,8 @@ class Forward(_Gated):
         steps, rows, _ = xs.shape
         features = carry.h.shape[-1]
         operands = [xs, *(params["kernel"][slot] for slot in slots)]
-        operands.append(_biases(self.cell, slots, params))
+        biases = _biases(self.cell, slots, params)
+        operands += itertools.chain(*biases)
         if apart:
             own = params.get("recurrent_bias", {})
             operands.append(own.get(slots[-1], jnp.zeros((features,), jnp.float32)))
@@ -279,7 +284,9 @@ class Forward(_Gated):
         shapes.append(state)
         if self.has_c:
             shapes.append(state if self.all_cs else (1, rows, features))
-        out = self._call("forward", shapes, operands, keep=self.keep, masks=masks.kind)
+        count = sum(len(parts) << 2 * n for n, parts in enumerate(biases))
+        attributes = {"keep": self.keep, "masks": masks.kind, "parts": count}
+        out = self._call("forward", shapes, operands, **attributes)
         return [*out[kept:], *out[:kept]]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:
@@ -328,14 +335,15 @@ class Backward(_Gated):
         weights, scale, carry, out, cotangents, masks = jax.tree.unflatten(self.tree, leaves)
         d_last, d_hs, d_cs = cotangents
         _, slots, apart = self.kernels
-        operands = [out.z, *([out.own] if apart else []), *(weights[slot] for slot in slots), scale]
+        operands = [out.z, *([out.own] if apart else []), *(weights[slot] for slot in slots)]
+        operands += [] if scale is None else [scale]
         operands += [carry.c, out.cs, d_last.c] if self.has_c else [carry.h, out.hs]
         operands += [d_last.h, d_hs, *([d_cs] if self.all_cs else [])]
         operands += [*masks.flags, *jax.tree.leaves(masks.reset_carry)]
         shapes = [out.z.shape, *[out.hs.shape] * apart]
         shapes += [carry.h.shape] * len(carry) * (1 if masks.resets is None else 2)
         aliases = {number: number for number in range(1 + apart)}
-        attributes = {"keep": self.all_cs, "masks": masks.kind}
+        attributes = {"keep": self.all_cs, "masks": masks.kind, "scaled": scale is not None}
         return [*self._call("backward", shapes, operands, aliases, **attributes)]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:
@@ -348,7 +356,8 @@ class Backward(_Gated):
             inputs[f"{slots[-1]}_input"] = inputs.pop(slots[-1])
             sides[slots[-1]] = out.own
         loop = self._loop(Weights(weights, {}, {}), inputs, carry, masks)
-        loop = loop.replace(carry_fns=(Scale(0.0),), stream=masks.stream((scale,)))
+        if scale is not None:
+            loop = loop.replace(carry_fns=(Scale(0.0),), stream=masks.stream((scale,)))
         d_carries = _carry(d_hs, None)
         if self.has_c:
             d_carries = _carry(d_hs, jnp.zeros_like(d_hs) if d_cs is None else d_cs)
@@ -363,25 +372,8 @@ class Backward(_Gated):
 
 
 @dataclasses.dataclass(frozen=True)
-class InputCotangents(_Gated):
-    """(cotangent of z, kernels by slot) -> that of xs."""
-
-    @staticmethod
-    def of(loop: Loop, d: Cotangents) -> jax.Array:
-        kernels = [loop.params["kernel"][slot] for slot in _kernels_of(loop).slots]
-        leaves, tree = jax.tree.flatten((d.z, kernels))
-        # Each step's stand alone, so that time has no direction.
-        operation = InputCotangents(loop.settings.cell, tree, False, threads())
-        return switch.run(operation, *leaves)[0]
-
-    def native(self, *leaves: jax.Array) -> list[jax.Array]:
-        d_z, kernels = jax.tree.unflatten(self.tree, leaves)
-        shape = (*d_z.shape[:2], len(kernels[0]))
-        return [*self._call("inputs", [shape], [d_z, *kernels])]
-
-    def portable(self, *leaves: jax.Array) -> list[jax.Array]:
-        d_z, kernels = jax.tree.unflatten(self.tree, leaves)
-        return [d_z @ jnp.concatenate(kernels, axis=-1).T]
+class _InputCotangents(_Gated, InputCotangents):
+    """Those of a gated cell."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,9 +388,9 @@ class WeightGradients(_Gated):
         operation = WeightGradients(settings.cell, tree, settings.reverse, threads())
         arrays = switch.run(operation, *leaves)
         count = len(operation.kernels.slots)
-        own_bias = arrays[2 * count + 1] if operation.kernels.apart else None
-        kernels, weights = list(arrays[:count]), list(arrays[count : 2 * count])
-        return Gradients(kernels, weights, arrays[2 * count], own_bias)
+        own_bias = arrays[3 * count] if operation.kernels.apart else None
+        kernels, weights, biases = (arrays[n * count : (n + 1) * count] for n in range(3))
+        return Gradients(kernels, weights, biases, own_bias)
 
     def native(self, *leaves: jax.Array) -> list[jax.Array]:
         xs, h, hs, d_z, d_own, masks = jax.tree.unflatten(self.tree, leaves)
@@ -408,7 +400,7 @@ class WeightGradients(_Gated):
         operands += [] if masks.resets is None else [masks.reset_carry.h]
         shapes: list[tuple[int, ...]] = [(inputs, features)] * count
         shapes += [(features, features)] * count
-        shapes += [(count, features), *[(features,)] * apart]
+        shapes += [(features,)] * (count + apart)
         return [*self._call("gradients", shapes, operands, masks=masks.kind)]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:
@@ -424,5 +416,5 @@ class WeightGradients(_Gated):
             return jnp.einsum("tbi,tbo->io", x, d)
 
         out = [product(xs, d) for d in d_inputs] + [product(before, d) for d in d_products]
-        out.append(jnp.stack([d.sum((0, 1)) for d in d_inputs]))
+        out += [d.sum((0, 1)) for d in d_inputs]
         return out if d_own is None else [*out, d_own.sum((0, 1))]

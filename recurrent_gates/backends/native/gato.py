@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +19,7 @@ import numpy as np
 from recurrent_gates.backends import fused
 from recurrent_gates.backends.native import switch
 from recurrent_gates.backends.native.kernel import (
+    InputCotangents,
     Kernel,
     Scale,
     gradient_scale,
@@ -73,15 +73,15 @@ def _by_slot(params: Params, role: str) -> list[jax.Array]:
     return [params[map_][role][slot] for map_, slot in SLOTS]
 
 
-def _biases(params: Params) -> jax.Array:
-    """``[slots, J]``."""
+def _biases(params: Params) -> list[jax.Array]:
+    """What no inputs make of each slot, ``[J]``."""
 
     def bias(map_: str, slot: str) -> jax.Array:
         own = params[map_].get("recurrent_bias", {})
         first: jax.Array = params[map_]["bias"][slot]
         return first + own[slot] if slot in own else first
 
-    return jnp.stack([bias(*names) for names in SLOTS])
+    return [bias(*names) for names in SLOTS]
 
 
 def _numbers(cell: GATO) -> np.ndarray:
@@ -118,14 +118,14 @@ def _backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
     loop, out = saved
     params = loop.params
     d = Backward.of(loop, out, *cotangents)
-    *d_kernels, d_bias = WeightGradients.of(loop, d)
-    d_xs = d.pre @ jnp.concatenate(_by_slot(params, "kernel"), axis=-1).T
+    of_weights = WeightGradients.of(loop, d)
+    d_xs = _InputCotangents.of(_cell(loop), d.pre, _by_slot(params, "kernel"))
 
     def paired(params: Params, xs: jax.Array, carry: GATOState) -> jax.Array:
         """The linear function whose gradient is asked for, also where a shard_map adds it up."""
-        weights = jnp.stack(_by_slot(params, "recurrent_kernel"))
-        pairs = [(xs, d_xs), (_biases(params), d_bias), (weights, d.weights)]
-        pairs += zip(_by_slot(params, "kernel"), d_kernels, strict=True)
+        pairs = [(xs, d_xs), *zip(_biases(params), of_weights.biases, strict=True)]
+        pairs += zip(_by_slot(params, "recurrent_kernel"), d.weights, strict=True)
+        pairs += zip(_by_slot(params, "kernel"), of_weights.kernels, strict=True)
         pairs += zip(carry, d.carry, strict=True)
         return jnp.sum(jnp.stack([jnp.sum(a * b) for a, b in pairs]))
 
@@ -156,11 +156,18 @@ class Outputs(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """What a backward pass makes: of pre-activations, weights on r ``[slots, J]`` and the carry."""
+    """What a backward pass makes: of pre-activations, of the weights on r by slot, of the carry."""
 
     pre: jax.Array
-    weights: jax.Array
+    weights: list[jax.Array]
     carry: GATOState
+
+
+class Gradients(NamedTuple):
+    """Of kernels and biases, by slot."""
+
+    kernels: list[jax.Array]
+    biases: list[jax.Array]
 
 
 class _GATO(Kernel):
@@ -203,8 +210,8 @@ class Forward(_GATO):
 
     def native(self, *leaves: jax.Array) -> list[jax.Array]:
         params, xs, carry = jax.tree.unflatten(self.tree, leaves)
-        operands = [jnp.asarray(self.numbers), xs, *_by_slot(params, "kernel"), _biases(params)]
-        operands += [jnp.stack(_by_slot(params, "recurrent_kernel")), carry.r, carry.s]
+        operands = [jnp.asarray(self.numbers), xs, *_by_slot(params, "kernel"), *_biases(params)]
+        operands += [*_by_slot(params, "recurrent_kernel"), carry.r, carry.s]
         (steps, rows, _), units, count = xs.shape, self.units, len(SLOTS)
         shapes: list[tuple[int, ...]] = [(steps, rows, 2 * units)]
         shapes.append((steps if self.all_ss else 1, rows, units))
@@ -229,7 +236,7 @@ class Forward(_GATO):
 
 @dataclasses.dataclass(frozen=True)
 class Backward(_GATO):
-    """(weights on r, scale, initial carry, ys, ss, pre, cotangents) -> ``Cotangents``, flattened.
+    """(weights on r by slot, scale, initial carry, ys, ss, pre, cotangents) -> ``Cotangents``.
 
     Attributes:
       all_ss: whether s of all steps has a cotangent.
@@ -241,20 +248,23 @@ class Backward(_GATO):
     def of(
         loop: Loop, out: Outputs, d_last: GATOState, d_ys: jax.Array, d_ss: jax.Array | None
     ) -> Cotangents:
-        weights = jnp.stack(_by_slot(loop.params, "recurrent_kernel"))
+        weights = _by_slot(loop.params, "recurrent_kernel")
         read = weights, gradient_scale(loop), loop.carry, out, d_last, d_ys, d_ss
         leaves, tree = jax.tree.flatten(read)
         settings = loop.settings
         operation = Backward(settings.cell, tree, settings.reverse, threads(), d_ss is not None)
-        d_pre, d_weights, d_r, d_s = switch.run(operation, *leaves)
+        d_pre, *d_weights, d_r, d_s = switch.run(operation, *leaves)
         return Cotangents(d_pre, d_weights, GATOState(d_r, d_s))
 
     def native(self, *leaves: jax.Array) -> list[jax.Array]:
         weights, scale, carry, out, d_last, d_ys, d_ss = jax.tree.unflatten(self.tree, leaves)
-        operands = [jnp.asarray(self.numbers), out.pre, weights, scale, carry.r, out.ys, out.ss]
+        operands = [jnp.asarray(self.numbers), out.pre, *weights]
+        operands += [] if scale is None else [scale]
+        operands += [carry.r, out.ys, out.ss]
         operands += [d_last.r, d_last.s, d_ys, *([d_ss] if self.all_ss else [])]
-        shapes = [out.pre.shape, weights.shape, carry.r.shape, carry.s.shape]
-        return [*self._call("backward", shapes, operands, {1: 0}, keep=self.all_ss)]
+        shapes = [out.pre.shape, *(w.shape for w in weights), carry.r.shape, carry.s.shape]
+        attributes = {"keep": self.all_ss, "scaled": scale is not None}
+        return [*self._call("backward", shapes, operands, {1: 0}, **attributes)]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:
         weights, scale, carry, out, d_last, d_ys, d_ss = jax.tree.unflatten(self.tree, leaves)
@@ -266,6 +276,7 @@ class Backward(_GATO):
         d_totals = d_last.s[None] + jax.lax.cumsum(d_totals, axis=0, reverse=not reverse)
         d_of_s = d_totals * jax.nn.sigmoid(of_s)
         # What it reads of r is that of the step before.
+        scale = jnp.ones(len(d_of_s)) if scale is None else scale
         scale_t = scale[:, None, None]
         d_read = jnp.where(scale_t == 0, 0, scale_t * d_of_s * lead(weights[2], d_of_s))
         none = jnp.zeros_like(d_read[:1])
@@ -282,31 +293,36 @@ class Backward(_GATO):
         d_carry, _, d_pre, _ = fused.run_back(residuals(loop, rs, pre), loop.params, cotangents)
         sides = [d_pre["gate"], d_pre["candidate"], d_of_s]
         before = shifted(carry.r, rs.r, reverse)
-        d_weights = jnp.stack([jnp.sum(d * before, (0, 1)) for d in sides])
+        d_weights = [jnp.sum(d * before, (0, 1)) for d in sides]
         d_s = d_totals[-1 if reverse else 0]
-        return [jnp.concatenate(sides, axis=-1), d_weights, d_carry.r + d_first, d_s]
+        return [jnp.concatenate(sides, axis=-1), *d_weights, d_carry.r + d_first, d_s]
+
+
+@dataclasses.dataclass(frozen=True)
+class _InputCotangents(_GATO, InputCotangents):
+    """Those of GATO."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightGradients(_GATO):
-    """(xs, cotangents of the pre-activations) -> gradients of the kernels by slot, and of biases
-    ``[slots, J]``."""
+    """(xs, cotangents of the pre-activations) -> ``Gradients``, flattened."""
 
     @staticmethod
-    def of(loop: Loop, d: Cotangents) -> Sequence[jax.Array]:
+    def of(loop: Loop, d: Cotangents) -> Gradients:
         leaves, tree = jax.tree.flatten((loop.xs, d.pre))
         settings = loop.settings
         operation = WeightGradients(settings.cell, tree, settings.reverse, threads())
-        return switch.run(operation, *leaves)
+        arrays, count = switch.run(operation, *leaves), len(SLOTS)
+        return Gradients(arrays[:count], arrays[count:])
 
     def native(self, *leaves: jax.Array) -> list[jax.Array]:
         inputs, units, count = leaves[0].shape[-1], self.units, len(SLOTS)
         shapes: list[tuple[int, ...]] = [(inputs, units)] * count
-        shapes.append((count, units))
+        shapes += [(units,)] * count
         return [*self._call("gradients", shapes, leaves)]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:
         xs, d_pre = leaves
         sides = jnp.split(d_pre, len(SLOTS), axis=-1)
-        biases = jnp.stack([d.sum((0, 1)) for d in sides])
-        return [*(jnp.einsum("tbi,tbo->io", xs, d) for d in sides), biases]
+        kernels = [jnp.einsum("tbi,tbo->io", xs, d) for d in sides]
+        return [*kernels, *(d.sum((0, 1)) for d in sides)]

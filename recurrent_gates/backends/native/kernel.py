@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 
 from recurrent_gates import target
-from recurrent_gates.backends.native import library
+from recurrent_gates.backends.native import library, switch
 from recurrent_gates.base import Cell
 from recurrent_gates.carry import (
     CarryFn,
@@ -113,6 +113,26 @@ class Kernel(abc.ABC):
         return Loop(settings, params, xs, carry, reset_carry, (), masks.stream())
 
 
+@dataclasses.dataclass(frozen=True)
+class InputCotangents(Kernel):
+    """(cotangents of the pre-activations, kernels by slot) -> those of xs."""
+
+    @classmethod
+    def of(cls, cell: Cell, d_pre: jax.Array, kernels: Sequence[jax.Array]) -> jax.Array:
+        leaves, tree = jax.tree.flatten((d_pre, [*kernels]))
+        # Each step's stand alone, so that time has no direction.
+        return switch.run(cls(cell, tree, False, threads()), *leaves)[0]
+
+    def native(self, *leaves: jax.Array) -> list[jax.Array]:
+        d_pre, kernels = jax.tree.unflatten(self.tree, leaves)
+        shape = (*d_pre.shape[:2], len(kernels[0]))
+        return [*self._call("inputs", [shape], [d_pre, *kernels])]
+
+    def portable(self, *leaves: jax.Array) -> list[jax.Array]:
+        d_pre, kernels = jax.tree.unflatten(self.tree, leaves)
+        return [d_pre @ jnp.concatenate(kernels, axis=-1).T]
+
+
 def loop_of_cotangents(
     loop: Loop, params: Params, xs: jax.Array, carry: Carry, reset_carry: Carry | None = None
 ) -> tuple[Loop]:
@@ -131,8 +151,10 @@ def threads() -> int:
     return target.cores()
 
 
-def gradient_scale(loop: Loop) -> jax.Array:
-    """What the gradient of what feeds back is multiplied by before each step, ``[T]``."""
+def gradient_scale(loop: Loop) -> jax.Array | None:
+    """What the gradient of what feeds back is multiplied by before each step, ``[T]``, or None."""
+    if not loop.carry_fns:
+        return None
     scale = jnp.ones((loop.steps,), jnp.float32)
     for fn, noise in zip(loop.carry_fns, loop.stream.noise, strict=True):
         if type(fn) is Damp:

@@ -29,7 +29,7 @@ _SECONDS = 120  # beyond which a compiler is taken for dead
 
 FUNCTIONS = {
     "gated.cc": ("forward", "backward", "gradients", "inputs"),
-    "gato.cc": ("forward", "backward", "gradients"),
+    "gato.cc": ("forward", "backward", "gradients", "inputs"),
 }
 """What a library of each file has."""
 CELLS = {

@@ -34,21 +34,29 @@ struct Arrays {
   const int32_t* flags;
   const float *c_reset, *h_reset;  // null: no resets
   float *c_in, *h_in, *d_c_reset, *d_h_reset;
-  // Backward: cotangents take the place of z and own, or stand elsewhere.
+  // Backward: cotangents take the place of z and own, or stand elsewhere. Null: no scale, all are 1.
   const float *scale, *hs_read, *cs_read, *d_hs, *d_cs, *d_c_T, *d_h_T;
   Slot d_z[kMostSlots], d_own;
   float *d_c, *d_h;
   float* d_xs;  // cotangents of the inputs
   // Gradients of the weights.
-  float *d_kernels[kMostSlots], *d_weights[kMostSlots], *d_bias, *d_own_bias;
+  float *d_kernels[kMostSlots], *d_weights[kMostSlots], *d_bias[kMostSlots], *d_own_bias;
 
   enum { kInvalid = 1, kReset = 2 };
   bool invalid(int64_t row) const { return flags != nullptr && (flags[row] & kInvalid); }
   bool resets(int64_t row) const { return h_reset != nullptr && (flags[row] & kReset); }
 
+  float scale_at(int64_t t) const { return scale == nullptr ? 1.0f : scale[t]; }
+
   int64_t row(int64_t t, int64_t b) const { return t * batch + b; }
   int64_t time(int64_t step) const { return reverse ? steps - 1 - step : step; }
 };
+
+// All slots side by side, [T, B, slots * F].
+template <typename Cell>
+void set_slots(Slot* slots, float* data, int64_t features) {
+  for (int g = 0; g < Cell::slots; ++g) slots[g] = {data + g * features, Cell::slots * features};
+}
 
 inline int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

@@ -22,8 +22,10 @@
 
 #include "arrays.h"
 #include "call.h"
+#include "inputs.h"
 #include "product.h"
 #include "scratch.h"
+#include "shares.h"
 #include "threads.h"
 #include "transposed.h"
 #include "vectors.h"
@@ -145,9 +147,6 @@ enum class Split { kAlone, kRows, kUnits, kInPlace };
 
 constexpr int64_t kOwnCache = 3 << 18;     // bytes of a core's own cache, for weights
 constexpr int64_t kLeastOfStep = 60000;    // multiply-adds, from which a barrier is little
-constexpr int kPartsOfThread = 4;          // of what is shared: one thread may come late
-constexpr int64_t kFewRows = 12;           // of all steps, for which weights are not packed
-constexpr int kOwnParts = 6;               // of a thread, of such weights on the way back
 constexpr int kSumsInPlace = 4;            // on the way forward: parts with sums of their own
 constexpr int64_t kFewInputs = 128;        // that the loop projects itself, whatever the rows;
 constexpr int64_t kFewOfStep = 11;         // more of so few rows are projected before it,
@@ -206,26 +205,6 @@ bool at_once(const Arrays& a, Split how) {
 // How many threads need a place for them.
 int team(Split how, int threads) { return how == Split::kAlone ? 1 : threads; }
 
-// What threads share of products whose weights stay in place. Memory is what they wait for, so that
-// the number of weights decides whether they are shared, however few the rows. Each pass over the
-// weights at `first` goes the other way than the one before: of more than a cache holds, it still
-// holds what was read last.
-template <typename Run>
-void share_in_place(const XLA_FFI_CallFrame* frame, int threads, int64_t weights, int parts,
-                    const float* first, Run run) {
-  if (weights < kLeastOfWeights || threads == 1) {
-    for (int n = 0; n < parts; ++n) run(n, parts);
-    return;
-  }
-  static std::array<std::atomic<unsigned>, 64> passes{};  // of weights, by their first page
-  auto& pass = passes[reinterpret_cast<uintptr_t>(first) / 4096 % passes.size()];
-  in_own_parts(frame, threads, parts, pass.fetch_add(1, std::memory_order_relaxed) % 2, run);
-}
-int own_parts(int threads) {
-  threads = std::min(threads, kMostOwnParts);
-  return threads * std::min(kOwnParts, kMostOwnParts / threads);
-}
-
 // What of a range has its turn at a step, and where the next one lies: 1 or -1, or 0 after the last.
 // Every other step goes from the end to the beginning. Of more weights than a cache holds, it then
 // still holds those that were read last.
@@ -236,27 +215,6 @@ void to_and_fro(Range range, int64_t step, Turn turn) {
   for (int64_t i = 0; i < count; ++i)
     turn(back ? range.end - 1 - i : range.begin + i, i + 1 == count ? 0 : back ? -1 : 1);
 }
-
-// Rows in blocks of at most `most`, a multiple of the threads where that leaves two rows a block.
-struct Blocks {
-  int64_t rows, count;
-  Blocks(int64_t rows, int most, int threads) : rows(rows), count(up(rows, most)) {
-    const int64_t even = up(count, threads) * threads;
-    if (rows >= 2 * even) count = even;
-  }
-  // Into how many parts threads share them out.
-  int parts(int threads) const { return int(std::min<int64_t>(count, kPartsOfThread * threads)); }
-  Range range(Range blocks) const {
-    return {part(rows, blocks.begin, count).begin, part(rows, blocks.end, count).begin};
-  }
-  template <typename Block>
-  void each(Range blocks, Block block) const {
-    for (int64_t n = blocks.begin; n < blocks.end; ++n) {
-      const Range r = part(rows, n, count);
-      block(r.begin, int(r.end - r.begin));
-    }
-  }
-};
 
 // The share of `size` numbers at `next` that is asked for while a block of all rows is formed in so
 // many turns; none where there is one block, or where all numbers, `whole`, may stay in a cache.
@@ -794,7 +752,7 @@ struct Backward {
                float* few = nullptr) const {
     const Range all = rows.range(of_rows);
     const int64_t t = a.time(step);
-    const float scale = a.scale[t];
+    const float scale = a.scale_at(t);
     // Panels in place have their turns as `share_in_place` gives them.
     to_and_fro(panels, how == Split::kInPlace ? 0 : step, [&](int64_t panel, int direction) {
       const Range own = weights.of_panel(panel);
@@ -888,89 +846,9 @@ struct Backward {
   }
 };
 
-// The cotangents of the inputs, of all steps at once.
-template <typename Cell>
-struct InputCotangents {
-  static constexpr int G = Cell::slots;
-  static constexpr int kRows = Transposed<G>::kRows;
-  static constexpr int64_t kChunk = 16 * kRows;   // rows of d_z that a panel of weights meets
-  static constexpr int64_t kWeights = 1024;       // of one input: so many stay in a core's cache
-  const Arrays& a;
-  const Transposed<G> weights;
-
-  int64_t rows() const { return a.steps * a.batch; }
-  bool in_place() const { return rows() <= kFewRows; }
-  int64_t scratch_size() const { return in_place() ? 0 : weights.size(); }
-
-  template <int rows, int wide>
-  void block(int64_t row, Range slots, int64_t panel) const {
-    const float* from = weights.packed_panel(panel);
-    const int64_t D = a.inputs, at = weights.of_panel(panel).begin * kLanes;
-    float* out = a.d_xs + row * D + at;
-    Vector sum[rows][wide];
-    for (int m = 0; m < rows; ++m)
-      for (int j = 0; j < wide; ++j) {
-        const int n = std::min<int64_t>(kLanes, D - at - j * kLanes);
-        sum[m][j] = slots.begin == 0 ? zero() : load(out + m * D + j * kLanes, n);
-      }
-    weights.template multiply<rows, wide>(a.d_z, row, slots, from, sum);
-    for (int m = 0; m < rows; ++m)
-      for (int j = 0; j < wide; ++j)
-        store(out + m * D + j * kLanes, sum[m][j], std::min<int64_t>(kLanes, D - at - j * kLanes));
-  }
-
-  void product(Range mine, int64_t panel) const {
-    const Blocks blocks(mine.end - mine.begin, kRows, 1);
-    const int64_t slots = std::max<int64_t>(1, kWeights / a.features);
-    for (int64_t g = 0; g < G; g += slots)
-      blocks.each({0, blocks.count}, [&](int64_t b, int count) {
-        weights.with_counts(count, panel, [&](auto known, auto wide) {
-          const Range some{g, std::min<int64_t>(G, g + slots)};
-          block<decltype(known)::value, decltype(wide)::value>(mine.begin + b, some, panel);
-        });
-      });
-  }
-
-  void run(const XLA_FFI_CallFrame* frame, int threads) const {
-    const int64_t panels = weights.panels();
-    if (in_place()) {
-      const int64_t count = G * a.features * a.inputs;
-      const float* first = weights.weights[0];
-      share_in_place(frame, threads, count, own_parts(threads), first, [&](int n, int parts) {
-        const Range own = part(panels, n, parts);
-        const Blocks blocks(rows(), kRows, 1);
-        blocks.each({0, blocks.count}, [&](int64_t row, int count) {
-          with_count<kRows>(count, [&](auto known) {
-            const Range vectors{weights.of_panel(own.begin).begin, weights.of_panel(own.end).begin};
-            weights.template multiply_in_place<decltype(known)::value>(
-                a.d_z, row, vectors,
-                [&](int m, int64_t k, float x) { a.d_xs[(row + m) * a.inputs + k] = x; });
-          });
-        });
-      });
-      return;
-    }
-    const int most = rows() * G * a.features * a.inputs < kLeastOfCall ? 1 : threads;
-    const int64_t share = up(up(rows(), most * kPartsOfThread), kRows) * kRows;
-    const int64_t chunks = up(rows(), std::min(share, kChunk));
-    in_parts(frame, most, most, [this](int n, int parts) {
-      weights.pack(part(weights.panels(), n, parts));
-    });
-    in_parts(frame, most, int(chunks * panels), [&](int n, int) {
-      product(part(rows(), n / panels, chunks), n % panels);
-    });
-  }
-};
-
 // ---------------------------------------------------------------------------------------
 // What XLA calls
 // ---------------------------------------------------------------------------------------
-
-// All slots side by side, [T, B, slots * F].
-template <typename Cell>
-void set_slots(Slot* slots, float* data, int64_t features) {
-  for (int g = 0; g < Cell::slots; ++g) slots[g] = {data + g * features, Cell::slots * features};
-}
 
 // What of a call is masked: nothing, some steps of some examples, or some are reset as well.
 enum { kNoMasks, kFlags, kResets };
@@ -984,6 +862,15 @@ void read_masks(Arrays& a, Reader& read) {
   a.h_reset = read.in();
 }
 
+// A slot's bias is the sum of one to three arrays.
+constexpr int kMostParts = 3;
+int parts_of_bias(const Reader& read, int slot) { return read.attribute("parts") >> 2 * slot & 3; }
+void add_up(const float* const* parts, float* sum, int64_t features) {
+  std::copy_n(parts[0], features, sum);
+  for (int n = 1; n < kMostParts && parts[n] != nullptr; ++n)
+    for (int64_t k = 0; k < features; ++k) sum[k] += parts[n][k];
+}
+
 template <typename Cell>
 void forward(const XLA_FFI_CallFrame* frame) {
   constexpr int G = Cell::slots;
@@ -995,7 +882,9 @@ void forward(const XLA_FFI_CallFrame* frame) {
   a.inputs = read.dims()[2];
   a.xs = read.in();
   for (int g = 0; g < G; ++g) a.kernels[g] = read.in();
-  a.bias = read.in();
+  std::array<const float*, G * kMostParts> parts{};
+  for (int g = 0; g < G; ++g)
+    for (int n = 0; n < parts_of_bias(read, g); ++n) parts[g * kMostParts + n] = read.in();
   if (Cell::apart) a.own_bias = read.in();
   for (int g = 0; g < G; ++g) a.weights[g] = read.in();
   if (Cell::has_c) a.c_0 = read.in();
@@ -1021,11 +910,14 @@ void forward(const XLA_FFI_CallFrame* frame) {
   const int64_t of_loop = loop.scratch_size(), of_turns = (1 + Cell::has_c) * turns;
   const int64_t of_inputs = ahead ? inputs.scratch_of_inputs() : 0;
   const int64_t of_z = ahead && !keep ? a.steps * a.batch * G * a.features : 0;
-  const Scratch scratch(of_loop + of_turns + of_inputs + of_z);
+  const Scratch scratch(of_loop + of_turns + G * a.features + of_inputs + of_z);
   in_loop.packed = scratch.data();
   in_loop.h_in = in_loop.packed + of_loop;
   in_loop.c_in = in_loop.h_in + turns;
-  float* rest = in_loop.h_in + of_turns;
+  float* bias = in_loop.h_in + of_turns;
+  for (int g = 0; g < G; ++g) add_up(&parts[g * kMostParts], bias + g * a.features, a.features);
+  a.bias = in_loop.bias = bias;
+  float* rest = bias + G * a.features;
   set_slots<Cell>(a.z, keep ? z : rest + of_inputs, a.features);
   std::copy_n(a.z, G, in_loop.z);
   if (ahead) inputs.project(frame, rest);
@@ -1042,7 +934,7 @@ void backward(const XLA_FFI_CallFrame* frame) {
   set_slots<Cell>(a.z, read.in(), a.features);
   if (Cell::apart) a.own = {read.in(), a.features};
   for (int g = 0; g < G; ++g) a.weights[g] = read.in();
-  a.scale = read.in();
+  if (read.attribute("scaled")) a.scale = read.in();
   if (Cell::has_c) {
     a.c_0 = read.in();
     a.cs_read = read.in();
@@ -1088,26 +980,9 @@ void gradients(const XLA_FFI_CallFrame* frame) {
   }
   for (int g = 0; g < G; ++g) a.d_kernels[g] = read.out();
   for (int g = 0; g < G; ++g) a.d_weights[g] = read.out();
-  a.d_bias = read.out();
+  for (int g = 0; g < G; ++g) a.d_bias[g] = read.out();
   if (Cell::apart) a.d_own_bias = read.out();
   Gradients<Cell>{a}.run(frame, threads_of(frame, read));
-}
-
-template <typename Cell>
-void inputs(const XLA_FFI_CallFrame* frame) {
-  constexpr int G = Cell::slots;
-  Arrays a{};
-  Reader read(frame);
-  a.steps = read.dims()[0], a.batch = read.dims()[1], a.features = read.dims()[2] / G;
-  set_slots<Cell>(a.d_z, read.in(), a.features);
-  a.inputs = read.dims()[0];
-  for (int g = 0; g < G; ++g) a.kernels[g] = read.in();
-  a.d_xs = read.out();
-  const int threads = threads_of(frame, read);
-  Transposed<G> weights{a.kernels, a.inputs, a.features, threads, nullptr};
-  const Scratch scratch(InputCotangents<Cell>{a, weights}.scratch_size());
-  weights.packed = scratch.data();
-  InputCotangents<Cell>{a, weights}.run(frame, threads);
 }
 
 }  // namespace

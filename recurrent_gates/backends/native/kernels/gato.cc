@@ -5,8 +5,8 @@
 // to the products, and threads that share the units never wait for each other.
 //
 // forward:  pre = W x + b + a r_tm1 by slot, then the next (r, s) from them, and cos(s) beside r.
-// backward: the cotangents of the pre-activations, and of a. W's and b's gradients are formed
-//           outside, of all steps at once.
+// backward: the cotangents of the pre-activations, and of a.
+// gradients, inputs: those of W and b and the cotangents of the inputs, of all steps at once.
 //
 // Everything is [T, B, J]: time, batch, pairs of r and s.
 
@@ -15,6 +15,7 @@
 
 #include "arrays.h"
 #include "call.h"
+#include "inputs.h"
 #include "product.h"
 #include "scratch.h"
 #include "threads.h"
@@ -108,11 +109,11 @@ struct Pass {
   Gato cell;
   int64_t steps, batch, features, inputs;
   bool reverse;
-  const float *xs, *kernels[G], *bias, *weights, *r_0, *s_0;
+  const float *xs, *kernels[G], *bias[G], *weights[G], *r_0, *s_0;
   float *ys, *ss, *pre, *packed;  // ys: cos(s) and r side by side
   int64_t ss_steps;               // of ss: all, or 1, which then holds the last
   const float *pre_read, *scale, *ys_read, *ss_read, *d_ys, *d_ss, *d_r_T, *d_s_T;
-  float *d_pre, *d_weights, *d_r, *d_s, *sums;
+  float *d_pre, *d_weights[G], *d_r, *d_s, *sums;
 
   void read_numbers(const float* numbers) { cell = {numbers[0], numbers[1], numbers[2]}; }
   int64_t blocks() const { return up(features, kLanes); }
@@ -150,8 +151,8 @@ struct GatoForward {
     alignas(4 * kLanes) Vector sums[rows][G], own[G];
 #pragma GCC unroll 3
     for (int g = 0; g < G; ++g) {
-      own[g] = load(a.weights + g * J + at, n);
-      const Vector bias = load(a.bias + g * J + at, n);
+      own[g] = load(a.weights[g] + at, n);
+      const Vector bias = load(a.bias[g] + at, n);
 #pragma GCC unroll 8
       for (int m = 0; m < rows; ++m) sums[m][g] = bias;
     }
@@ -303,11 +304,11 @@ struct GatoBackward {
 #pragma GCC unroll 3
     for (int g = 0; g < G; ++g) {
       store_rows(a.d_pre + (row * G + g) * J + at, G * J, d_pre[g], n);
-      d_r = d_r + load(a.weights + g * J + at, n) * d_pre[g];
+      d_r = d_r + load(a.weights[g] + at, n) * d_pre[g];
       float* total = sums + g * J + at;
       store(total, load(total, n) + sum(d_pre[g] * r_tm1), n);
     }
-    const float scale = a.scale[t];
+    const float scale = a.scale == nullptr ? 1.0f : a.scale[t];
     d_r = scale == 0.0f ? V{} : scale * d_r;  // h-detach: nothing, not even NaN
     store_rows(a.d_r + state, J, d_r, n);
     store_rows(a.d_s + state, J, d_s, n);
@@ -321,11 +322,14 @@ struct GatoBackward {
       const int64_t group = n / shares;
       run(group, part(a.batch, group, groups()), part(a.blocks(), n % shares, shares));
     });
-    for (int64_t k = 0; k < G * a.features; ++k) {
-      a.d_weights[k] = a.sums[k];
-      for (int64_t group = 1; group < groups(); ++group)
-        a.d_weights[k] += a.sums[group * G * a.features + k];
-    }
+    const int64_t J = a.features;
+    for (int g = 0; g < G; ++g)
+      for (int64_t j = 0; j < J; ++j) {
+        const float* of_group = a.sums + g * J + j;
+        a.d_weights[g][j] = *of_group;
+        for (int64_t group = 1; group < groups(); ++group)
+          a.d_weights[g][j] += of_group[group * G * J];
+      }
   }
 };
 
@@ -341,8 +345,8 @@ void forward(const XLA_FFI_CallFrame* frame) {
   a.reverse = read.attribute("reverse");
   a.xs = read.in();
   for (int g = 0; g < G; ++g) a.kernels[g] = read.in();
-  a.bias = read.in();
-  a.weights = read.in();
+  for (int g = 0; g < G; ++g) a.bias[g] = read.in();
+  for (int g = 0; g < G; ++g) a.weights[g] = read.in();
   a.features = read.dims()[1];
   a.r_0 = read.in();
   a.s_0 = read.in();
@@ -362,8 +366,8 @@ void backward(const XLA_FFI_CallFrame* frame) {
   a.steps = read.dims()[0], a.batch = read.dims()[1], a.features = read.dims()[2] / G;
   a.reverse = read.attribute("reverse");
   a.pre_read = read.in();
-  a.weights = read.in();
-  a.scale = read.in();
+  for (int g = 0; g < G; ++g) a.weights[g] = read.in();
+  if (read.attribute("scaled")) a.scale = read.in();
   a.r_0 = read.in();
   a.ys_read = read.in();
   a.ss_read = read.in();
@@ -372,7 +376,7 @@ void backward(const XLA_FFI_CallFrame* frame) {
   a.d_ys = read.in();
   if (read.attribute("keep")) a.d_ss = read.in();
   a.d_pre = read.out();
-  a.d_weights = read.out();
+  for (int g = 0; g < G; ++g) a.d_weights[g] = read.out();
   a.d_r = read.out();
   a.d_s = read.out();
   const Scratch scratch(GatoBackward{a}.groups() * G * a.features);
@@ -386,10 +390,9 @@ void gradients(const XLA_FFI_CallFrame* frame) {
   a.steps = read.dims()[0], a.batch = read.dims()[1], a.inputs = read.dims()[2];
   a.xs = read.in();
   a.features = read.dims()[2] / G;
-  float* d_pre = read.in();
-  for (int g = 0; g < G; ++g) a.d_z[g] = {d_pre + g * a.features, G * a.features};
+  set_slots<Gato>(a.d_z, read.in(), a.features);
   for (int g = 0; g < G; ++g) a.d_kernels[g] = read.out();
-  a.d_bias = read.out();
+  for (int g = 0; g < G; ++g) a.d_bias[g] = read.out();
   Gradients<Gato>{a}.run(frame, threads_of(frame, read));
 }
 
@@ -407,5 +410,10 @@ extern "C" XLA_FFI_Error* rg_backward(XLA_FFI_CallFrame* frame) {
 
 extern "C" XLA_FFI_Error* rg_gradients(XLA_FFI_CallFrame* frame) {
   if (!answers_metadata(frame)) gradients(frame);
+  return nullptr;
+}
+
+extern "C" XLA_FFI_Error* rg_inputs(XLA_FFI_CallFrame* frame) {
+  if (!answers_metadata(frame)) inputs<Gato>(frame);
   return nullptr;
 }

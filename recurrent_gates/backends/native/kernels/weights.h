@@ -37,7 +37,7 @@ struct Gradients {
     const bool apart = Cell::apart && g >= G - 1;
     Columns c{g == G ? a.d_own : a.d_z[g], g == G ? nullptr : a.d_kernels[g],
               apart && g < G ? nullptr : a.d_weights[g == G ? G - 1 : g],
-              g == G ? a.d_own_bias : a.d_bias + g * a.features, own.begin * kLanes,
+              g == G ? a.d_own_bias : a.d_bias[g], own.begin * kLanes,
               int(own.end - own.begin)};
     return c;
   }

@@ -178,6 +178,16 @@ def test_where_time_and_batch_are(batch, time_major):
     assert_close((got_carry, got_ys), (carry, place(ys)), tolerance=1e-14)
 
 
+@pytest.mark.parametrize("vectors", [1, 2])
+def test_a_layer_adds_a_second_bias_where_there_is_one(vectors):
+    """Whatever the cell starts with, as ``unroll`` does."""
+    cell, xs = build("lstm", bias_vectors=3 - vectors), array(8, STEPS, BATCH, INPUTS)
+    params = parameters(build("lstm", bias_vectors=vectors), INPUTS)
+    assert ("recurrent_bias" in params) == (vectors == 2)
+    ys = apply(rg.RNN(cell, time_major=True), {"params": {"cell": params}}, xs)
+    assert_identical(ys, unroll(cell, params, xs)[1])
+
+
 def test_call_arguments_override_attributes():
     cell, x = build("lstm"), array(8, BATCH, STEPS, INPUTS)
     plain, turned = (

@@ -4,6 +4,7 @@ They need a C++ compiler; test_native_library.py has what happens without one.
 """
 
 import ast
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -42,6 +43,7 @@ CELLS = {
     "gato1_emits_s": lambda units: rg.GATO(
         2 * units, g=rg.OneLayer(), emit_s_only=True, wrap=1.5, bias_vectors=2
     ),
+    "ur_lstm_two_biases": functools.partial(rg.CELLS["ur_lstm"], bias_vectors=2),
 }
 # (T, batch, D, F): odd widths; no batch and two axes of it; inputs projected before the loop, and
 # as many that are projected in it; one step; weights in place, of four steps, two, and many
@@ -61,7 +63,7 @@ SIZES = {
 # Whose inputs threads share, in stretches of rows; whose inputs' cotangents they share, a slot at a
 # time; and one step, for which each thread packs weights more than once; one of weights in place,
 # of unequal blocks of rows.
-GATED = {
+SHARED = {
     "stretches_of_wide_inputs": (5, (11,), 2100, 13),
     "slots_in_turn": (2, (7,), 150, 530),
     "one_step_of_many_units": (1, (13,), 5, 400),
@@ -88,14 +90,14 @@ CASES = [
     if "masks" not in HOW[how] or cell in MASKED
 ]
 CASES += [
-    (cell, "both", size) for cell, size in itertools.product(("lstm", "gru"), [*SIZES, *GATED])
+    (cell, "both", size) for cell, size in itertools.product(("lstm", "gru"), [*SIZES, *SHARED])
 ]
-CASES += [("gato1", "detach", size) for size in SIZES]
+CASES += [("gato1", "detach", size) for size in (*SIZES, "slots_in_turn", "five_rows_in_place")]
 CASES = list(dict.fromkeys(CASES))
 # In a default run sizes at which the kernels of LSTM and GRU go the same way meet masks, resets and
 # carry functions with one of the two, and a cell that differs from another in its weights, or in
 # what it emits, has every second of HOW.
-VARIANTS = ("c_lstm", "two_biases", "gru_two_biases", "gato1_emits_s")
+VARIANTS = ("c_lstm", "two_biases", "gru_two_biases", "gato1_emits_s", "ur_lstm_two_biases")
 OF_ONE = {
     "lstm": {
         *("small", "two_axes", "wide_inputs_of_many_rows"),
@@ -123,7 +125,7 @@ def two_cores(monkeypatch):
 
 def arrays(make, size):
     """(cell, (params, xs, carry)), in float32. Weights of many inputs saturate no gate."""
-    steps, batch, inputs, features = (SIZES | GATED | LARGE)[size]
+    steps, batch, inputs, features = (SIZES | SHARED | LARGE)[size]
     cell, scale = make(features), min(0.4, 4 / inputs**0.5)
     shapes = jax.eval_shape(lambda: cell.init_params(jax.random.key(0), inputs))
     params = randomize(shapes, 1, scale)
@@ -168,7 +170,7 @@ def test_kernels_are_the_scan(name, how, size):
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        *itertools.product(("lstm", "gru"), ("rows", "units", "small", *GATED)),
+        *itertools.product(("lstm", "gru"), ("rows", "units", "small", *SHARED)),
         *itertools.product(("gato1",), ("many_examples", "many_units")),
     ],
 )
@@ -312,6 +314,16 @@ def test_vmap_runs_the_portable_form(name):
     for lane in range(2):
         one = jax.tree.map(lambda x, lane=lane: x[lane], actual)
         assert_close(one, run(params, lanes[lane], carry), TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gato1"])
+def test_the_portable_form_stays_in_float32_under_x64(name):
+    cell, (params, xs, carry) = arrays(CELLS[name], "small")
+    run = everything(cell, "native")
+    with jax.enable_x64(True):
+        actual = jax.jit(jax.vmap(run, in_axes=(None, 0, None)))(params, xs[None], carry)
+        assert {leaf.dtype for leaf in jax.tree.leaves(actual)} == {jnp.dtype(jnp.float32)}
+    assert_close(jax.tree.map(lambda x: x[0], actual), run(params, xs, carry), TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["lstm", "gato1"])
@@ -464,6 +476,21 @@ def test_params_need_no_second_bias():
     cell, (params, xs, carry) = arrays(CELLS["gru"], "small")
     params = {name: leaf for name, leaf in params.items() if name != "recurrent_bias"}
     actual, expected = (everything(cell, name)(params, xs, carry) for name in ("native", "scan"))
+    assert_close(actual, expected, TOLERANCE)
+
+
+class _OneBias(rg.Gate):
+    """One bias of the gate for all units."""
+
+    def init(self, key, features, dtype=jnp.float32):
+        return {name: leaf[:1] for name, leaf in super().init(key, features, dtype).items()}
+
+
+def test_a_gates_bias_may_be_one_for_all_units():
+    gate = _OneBias(**dataclasses.asdict(rg.GATES["ur"]))
+    cell, values = arrays(functools.partial(rg.LSTM, gate=gate, bias_vectors=2), "small")
+    assert values[0]["gate"]["b"].shape == (1,)
+    actual, expected = (everything(cell, name)(*values) for name in ("native", "scan"))
     assert_close(actual, expected, TOLERANCE)
 
 

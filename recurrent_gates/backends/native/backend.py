@@ -20,7 +20,7 @@ from recurrent_gates.scan import Loop, Segment
 # taken in chunks that keep less.
 _KEPT_BYTES = 2**28
 _CHUNK_BYTES = 2**26
-# A single step of so few rows (kFewRows of kernels/gated.cc), of so many multiplications, is a
+# A single step of so few rows (kFewRows of kernels/shares.h), of so many multiplications, is a
 # matter of how fast weights are read: kernels read them on all cores, where they are.
 _FEW_ROWS = 12
 _MANY_PRODUCTS = 2**19

@@ -124,12 +124,12 @@ def _backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
     slots = _kernels_of(loop).slots
     d = Backward.of(loop, out, d_last, d_hs, d_cs)
     of_weights = WeightGradients.of(loop, out, d)
-    d_xs = _InputCotangents.of(cell, d.z, [params["kernel"][slot] for slot in slots])
+    d_xs = GatedInputCotangents.of(cell, d.z, [params["kernel"][slot] for slot in slots])
 
     def paired(params: Any, xs: jax.Array, carry: Carry, reset_carry: Carry) -> jax.Array:
         """The linear function whose gradient is asked for, also where a shard_map adds it up."""
         pairs = [(xs, d_xs)]
-        for parts, d_bias in zip(_biases(cell, slots, params), of_weights.biases, strict=True):
+        for parts, d_bias in zip(_bias_parts(cell, slots, params), of_weights.biases, strict=True):
             pairs += [(part, d_bias) for part in parts]
         for slot, d_kernel, d_weight in zip(
             slots, of_weights.kernels, of_weights.weights, strict=True
@@ -158,8 +158,8 @@ def _kernels_of(loop: Loop) -> Kernels:
     return chosen
 
 
-def _biases(cell: SlotCell, slots: Sequence[str], params: Any) -> list[list[jax.Array]]:
-    """What no inputs make of each slot: one to three arrays ``[F]``, which are to be added up.
+def _bias_parts(cell: SlotCell, slots: Sequence[str], params: Any) -> list[list[jax.Array]]:
+    """What no inputs make of each slot: one to three arrays for ``[F]``, which are to be added up.
 
     A bias that stays apart is none of them.
     """
@@ -268,8 +268,8 @@ class Forward(_Gated):
         steps, rows, _ = xs.shape
         features = carry.h.shape[-1]
         operands = [xs, *(params["kernel"][slot] for slot in slots)]
-        biases = _biases(self.cell, slots, params)
-        operands += itertools.chain(*biases)
+        biases = _bias_parts(self.cell, slots, params)
+        operands += (jnp.broadcast_to(part, (features,)) for part in itertools.chain(*biases))
         if apart:
             own = params.get("recurrent_bias", {})
             operands.append(own.get(slots[-1], jnp.zeros((features,), jnp.float32)))
@@ -284,8 +284,8 @@ class Forward(_Gated):
         shapes.append(state)
         if self.has_c:
             shapes.append(state if self.all_cs else (1, rows, features))
-        count = sum(len(parts) << 2 * n for n, parts in enumerate(biases))
-        attributes = {"keep": self.keep, "masks": masks.kind, "parts": count}
+        counts = sum(len(parts) << 2 * n for n, parts in enumerate(biases))  # two bits a slot
+        attributes = {"keep": self.keep, "masks": masks.kind, "bias_parts": counts}
         out = self._call("forward", shapes, operands, **attributes)
         return [*out[kept:], *out[:kept]]
 
@@ -372,8 +372,8 @@ class Backward(_Gated):
 
 
 @dataclasses.dataclass(frozen=True)
-class _InputCotangents(_Gated, InputCotangents):
-    """Those of a gated cell."""
+class GatedInputCotangents(_Gated, InputCotangents):
+    """The cotangents of a gated cell's inputs."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One-layer GATO as kernels: the forward pass, the backward pass, the weights' gradients.
+"""One-layer GATO as kernels: both passes, and the gradients of weights and inputs.
 
 The kernels (``kernels/gato.cc``) project the inputs themselves and emit cos(s) beside r. What is
 kept are s of all steps and the pre-activations, which the backward pass overwrites with their
@@ -74,7 +74,7 @@ def _by_slot(params: Params, role: str) -> list[jax.Array]:
 
 
 def _biases(params: Params) -> list[jax.Array]:
-    """What no inputs make of each slot, ``[J]``."""
+    """What no inputs make of each slot, a list of ``[J]``."""
 
     def bias(map_: str, slot: str) -> jax.Array:
         own = params[map_].get("recurrent_bias", {})
@@ -119,7 +119,7 @@ def _backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
     params = loop.params
     d = Backward.of(loop, out, *cotangents)
     of_weights = WeightGradients.of(loop, d)
-    d_xs = _InputCotangents.of(_cell(loop), d.pre, _by_slot(params, "kernel"))
+    d_xs = GATOInputCotangents.of(_cell(loop), d.pre, _by_slot(params, "kernel"))
 
     def paired(params: Params, xs: jax.Array, carry: GATOState) -> jax.Array:
         """The linear function whose gradient is asked for, also where a shard_map adds it up."""
@@ -276,9 +276,10 @@ class Backward(_GATO):
         d_totals = d_last.s[None] + jax.lax.cumsum(d_totals, axis=0, reverse=not reverse)
         d_of_s = d_totals * jax.nn.sigmoid(of_s)
         # What it reads of r is that of the step before.
-        scale = jnp.ones(len(d_of_s)) if scale is None else scale
-        scale_t = scale[:, None, None]
-        d_read = jnp.where(scale_t == 0, 0, scale_t * d_of_s * lead(weights[2], d_of_s))
+        d_read = d_of_s * lead(weights[2], d_of_s)
+        if scale is not None:
+            scale_t = scale[:, None, None]
+            d_read = jnp.where(scale_t == 0, 0, scale_t * d_read)
         none = jnp.zeros_like(d_read[:1])
         if reverse:
             d_rs, d_first = d_rs + jnp.concatenate([none, d_read[:-1]]), d_read[-1]
@@ -287,7 +288,8 @@ class Backward(_GATO):
         vectors = {"gate": weights[0], "candidate": weights[1]}
         pre = {"gate": gate, "candidate": candidate}
         loop = feeding(self._loop(Weights({}, vectors, {}), pre, carry))
-        loop = loop.replace(carry_fns=(Scale(0.0, field="r"),), stream=Stream(noise=(scale,)))
+        if scale is not None:
+            loop = loop.replace(carry_fns=(Scale(0.0, field="r"),), stream=Stream(noise=(scale,)))
         rs = loop.carry._replace(r=out.ys[..., units:])
         cotangents = d_last._replace(s=None), loop.carry._replace(r=d_rs)
         d_carry, _, d_pre, _ = fused.run_back(residuals(loop, rs, pre), loop.params, cotangents)
@@ -299,8 +301,8 @@ class Backward(_GATO):
 
 
 @dataclasses.dataclass(frozen=True)
-class _InputCotangents(_GATO, InputCotangents):
-    """Those of GATO."""
+class GATOInputCotangents(_GATO, InputCotangents):
+    """The cotangents of GATO's inputs."""
 
 
 @dataclasses.dataclass(frozen=True)

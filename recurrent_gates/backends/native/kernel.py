@@ -1,4 +1,4 @@
-"""What kernels have in common: how they are called, on how many threads, and what they are told."""
+"""What kernels have in common: calls, threads, masks, and the cotangents of the inputs."""
 
 from __future__ import annotations
 
@@ -152,7 +152,10 @@ def threads() -> int:
 
 
 def gradient_scale(loop: Loop) -> jax.Array | None:
-    """What the gradient of what feeds back is multiplied by before each step, ``[T]``, or None."""
+    """What the gradient of what feeds back is multiplied by before each step, ``[T]``.
+
+    None where there are no carry functions: then by nothing.
+    """
     if not loop.carry_fns:
         return None
     scale = jnp.ones((loop.steps,), jnp.float32)

@@ -27,11 +27,8 @@ _FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-w")
 _SWITCH = "RECURRENT_GATES_NATIVE"
 _SECONDS = 120  # beyond which a compiler is taken for dead
 
-FUNCTIONS = {
-    "gated.cc": ("forward", "backward", "gradients", "inputs"),
-    "gato.cc": ("forward", "backward", "gradients", "inputs"),
-}
-"""What a library of each file has."""
+FUNCTIONS = ("forward", "backward", "gradients", "inputs")
+"""What each library has."""
 CELLS = {
     "lstm": ("gated.cc", "Lstm<false>"),
     "lstm_refined": ("gated.cc", "Lstm<true>"),
@@ -60,7 +57,7 @@ def missing(cell: str) -> str | None:
         library = _loaded(cell)
     except UnavailableError as error:
         return str(error)
-    for function in FUNCTIONS[CELLS[cell][0]]:
+    for function in FUNCTIONS:
         handler = jax.ffi.pycapsule(getattr(library, f"rg_{function}"))
         jax.ffi.register_ffi_target(target(cell, function), handler, platform="cpu")
     return None

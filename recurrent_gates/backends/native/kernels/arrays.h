@@ -34,7 +34,8 @@ struct Arrays {
   const int32_t* flags;
   const float *c_reset, *h_reset;  // null: no resets
   float *c_in, *h_in, *d_c_reset, *d_h_reset;
-  // Backward: cotangents take the place of z and own, or stand elsewhere. Null: no scale, all are 1.
+  // Backward: cotangents take the place of z and own, or stand elsewhere. Where each step's scale is
+  // 1, it is null.
   const float *scale, *hs_read, *cs_read, *d_hs, *d_cs, *d_c_T, *d_h_T;
   Slot d_z[kMostSlots], d_own;
   float *d_c, *d_h;

@@ -17,7 +17,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstdint>
 
 #include "arrays.h"
@@ -862,9 +861,11 @@ void read_masks(Arrays& a, Reader& read) {
   a.h_reset = read.in();
 }
 
-// A slot's bias is the sum of one to three arrays.
+// A slot's bias is the sum of one to three arrays; an attribute has how many, two bits a slot.
 constexpr int kMostParts = 3;
-int parts_of_bias(const Reader& read, int slot) { return read.attribute("parts") >> 2 * slot & 3; }
+int bias_parts(const Reader& read, int slot) {
+  return read.attribute("bias_parts") >> 2 * slot & 3;
+}
 void add_up(const float* const* parts, float* sum, int64_t features) {
   std::copy_n(parts[0], features, sum);
   for (int n = 1; n < kMostParts && parts[n] != nullptr; ++n)
@@ -884,7 +885,7 @@ void forward(const XLA_FFI_CallFrame* frame) {
   for (int g = 0; g < G; ++g) a.kernels[g] = read.in();
   std::array<const float*, G * kMostParts> parts{};
   for (int g = 0; g < G; ++g)
-    for (int n = 0; n < parts_of_bias(read, g); ++n) parts[g * kMostParts + n] = read.in();
+    for (int n = 0; n < bias_parts(read, g); ++n) parts[g * kMostParts + n] = read.in();
   if (Cell::apart) a.own_bias = read.in();
   for (int g = 0; g < G; ++g) a.weights[g] = read.in();
   if (Cell::has_c) a.c_0 = read.in();

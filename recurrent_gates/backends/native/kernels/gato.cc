@@ -116,6 +116,7 @@ struct Pass {
   float *d_pre, *d_weights[G], *d_r, *d_s, *sums;
 
   void read_numbers(const float* numbers) { cell = {numbers[0], numbers[1], numbers[2]}; }
+  float scale_at(int64_t t) const { return scale == nullptr ? 1.0f : scale[t]; }
   int64_t blocks() const { return up(features, kLanes); }
   int lanes(int64_t block) const { return std::min<int64_t>(kLanes, features - block * kLanes); }
   int64_t rows() const { return steps * batch; }
@@ -145,7 +146,7 @@ struct GatoForward {
   // Rows next to each other, in one step or in several, of one block of units.
   template <int rows>
   void tile(int64_t first, int64_t block) const {
-    const int64_t D = a.inputs, J = a.features, at = block * kLanes;
+    const int64_t D = a.inputs, at = block * kLanes;
     const int n = a.lanes(block);
     // A template of vectors forgets that they may lie anywhere: see step.
     alignas(4 * kLanes) Vector sums[rows][G], own[G];
@@ -308,7 +309,7 @@ struct GatoBackward {
       float* total = sums + g * J + at;
       store(total, load(total, n) + sum(d_pre[g] * r_tm1), n);
     }
-    const float scale = a.scale == nullptr ? 1.0f : a.scale[t];
+    const float scale = a.scale_at(t);
     d_r = scale == 0.0f ? V{} : scale * d_r;  // h-detach: nothing, not even NaN
     store_rows(a.d_r + state, J, d_r, n);
     store_rows(a.d_s + state, J, d_s, n);

@@ -1,4 +1,4 @@
-// The cotangents of the inputs.
+// The kernel `inputs`.
 
 #pragma once
 

@@ -1,7 +1,8 @@
 # make copy       install, then train GATO on the copy task (minutes on two cores)
 # make test       install, then lint, type-check and run the tests (14 to 20 minutes on two cores)
 # make test-quick install, then lint, type-check and run a few minutes' part of the tests
-# make test-all   all of make test with the full product of options instead of a covering array
+# make test-long  the tests that make test leaves out because they take seconds each (as long again)
+# make test-all   both, with the full product of options instead of a covering array
 # make mutate     plant known mistakes in a copy, one by one; each must be caught (minutes)
 # make docs       install, then build the pages of docs/ into docs/_build/html (3 minutes at most)
 # make test-gpu   the tests that need a GPU
@@ -18,7 +19,7 @@ QUICK = tests/test_cells.py tests/test_export.py tests/test_foreign_cells.py tes
         tests/test_layers.py tests/test_package.py tests/test_scan.py tests/test_trees.py \
         tests/experiments
 
-.PHONY: copy test test-quick test-all mutate docs test-gpu test-cuda test-tpu lint
+.PHONY: copy test test-quick test-long test-all mutate docs test-gpu test-cuda test-tpu lint
 
 $(VENV)/installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +40,9 @@ test: lint
 
 test-quick: lint
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(QUICK)
+
+test-long: $(VENV)/installed
+	$(BIN)/python -m pytest $(PYTEST_FLAGS) --long
 
 test-all: lint
 	$(BIN)/python -m pytest $(PYTEST_FLAGS) --full

@@ -44,6 +44,11 @@ def pytest_addoption(parser):
         action="store_true",
         help="test the full product of options, what takes minutes, and thousands of bad files",
     )
+    parser.addoption(
+        "--long",
+        action="store_true",
+        help="run the tests that take several seconds each, which a default run leaves out",
+    )
 
 
 def pytest_configure(config):
@@ -55,12 +60,22 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """What takes minutes, and combinations of what is tested apart, are for ``--full``."""
+    """What takes minutes, and combinations of what is tested apart, are for ``--full``. What takes
+    seconds is for ``--long``, which runs nothing else; a test that is asked for by its name runs in
+    any case."""
     if config.getoption("full"):
         return
-    long = [item for item in items if item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=long)
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    by_name = config.getoption("keyword") or any("::" in place for place in config.args)
+
+    def runs(item):
+        if item.get_closest_marker("full"):
+            return False
+        long = item.get_closest_marker("long") is not None
+        return long == config.getoption("long") or bool(by_name)
+
+    left_out = [item for item in items if not runs(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if runs(item)]
 
 
 def pytest_collection_finish():

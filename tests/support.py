@@ -75,11 +75,9 @@ def array(seed, *shape, scale=1.0):
     return jnp.asarray(np.random.default_rng(seed).normal(0.0, scale, shape))
 
 
-def thinned(cases, chosen):
-    """A test's cases; those that ``chosen(*case)`` leaves out run with ``--full`` alone."""
-    return [
-        pytest.param(*case, marks=() if chosen(*case) else (pytest.mark.full,)) for case in cases
-    ]
+def thinned(cases, chosen, rest=pytest.mark.full):
+    """A test's cases; those that ``chosen(*case)`` leaves out have the mark ``rest``."""
+    return [pytest.param(*case, marks=() if chosen(*case) else (rest,)) for case in cases]
 
 
 def fuzzed(test):

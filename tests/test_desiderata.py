@@ -129,6 +129,7 @@ class Scaling(Own):
         ("sigmoid", (True, True, False, True, True)),
     ],
 )
+@pytest.mark.long
 def test_an_accumulated_field_is_read_through_emit(reads, verdicts):
     cell = Summing(reads=reads, decay=0.5)
     how = reading(cell)
@@ -140,6 +141,7 @@ def test_an_accumulated_field_is_read_through_emit(reads, verdicts):
         np.testing.assert_allclose([results[1].value, results[3].value], [100, 10], rtol=1e-5)
 
 
+@pytest.mark.long
 def test_a_field_that_emit_does_not_read_is_read_one_step_on():
     cell = Hidden()
     how = reading(cell)

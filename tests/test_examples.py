@@ -36,6 +36,7 @@ def run_alone(path):
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.long
 def test_example_runs_and_says_one_thing(path, capsys):
     (run_alone if path.name in ALONE else run)(path)
     lines = capsys.readouterr().out.splitlines()

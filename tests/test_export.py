@@ -44,6 +44,7 @@ MEMORIES = ("rmc", "dnc", "rma")  # these export in tests/memory
         lambda backend, family: family != "janet",
     ),
 )
+@pytest.mark.long
 def test_every_cell_exports_with_symbolic_sizes(backend, family, x32, request):
     """One program for any time and batch: its values are those of the sizes that it is called
     with. C, CR and CM, which are U, UR and UM with other values, and JANET, which is a GRU with

@@ -161,6 +161,7 @@ def test_detaching_changes_the_gradient_and_nothing_else():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
+@pytest.mark.long
 def test_two_bidirectional_layers_of_torch(kind, backend):
     data = load(f"torch_{kind}_2layer_bidirectional_ragged")
     features = data["ys"].shape[-1] // 2

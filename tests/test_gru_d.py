@@ -142,6 +142,7 @@ def test_rates_start_with_a_gradient():
     assert all((leaf != 0).all() for leaf in jax.tree.leaves(gradient["decay"]["kernel"]))
 
 
+@pytest.mark.long
 def test_contract(x32):
     away = nn.initializers.uniform(1.0)  # rates near 0 are at a corner, for finite differences
     check_cell(rg.GRUD(FEATURES, decay_init=away), 6)

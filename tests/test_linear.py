@@ -95,6 +95,7 @@ def test_saturated_gates_of_the_minlstm_keep_their_shares():
 
 
 @pytest.mark.parametrize("name", ["minlstm", "ur_rg_lru", "lru"])
+@pytest.mark.long
 def test_a_linear_cell_conforms(name, x32):
     check_cell(rg.CELLS[name](4))
 

@@ -95,6 +95,7 @@ def clone(tmp_path):
     return tmp_path
 
 
+@pytest.mark.long
 def test_only_a_test_that_fails_with_the_mutant_alone_catches_it(clone, capsys):
     assert mutate.main(["mutate"], clone) == 1
     assert capsys.readouterr().out.splitlines() == [

@@ -357,6 +357,7 @@ def test_exported_programs_hold_no_kernel(name):
     assert_close(restored.call(*values), run(*values), TOLERANCE)
 
 
+@pytest.mark.long
 def test_several_devices_without_shard_map_run_the_portable_form():
     """Two devices of a process of their own: the partitioner cannot cut a kernel."""
     code = """

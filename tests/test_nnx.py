@@ -387,6 +387,7 @@ def slopes_of_sum(module, x):
     return jax.grad(lambda x: module(x).sum())(x)
 
 
+@pytest.mark.long
 def test_a_stack_draws_as_linens():
     """Carry functions and dropout from the streams "carry" and "dropout"."""
     cells = build("lstm"), build("ur_gru"), build("lstm")
@@ -439,6 +440,7 @@ def lane(module, index):
     return nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[index], leaves))
 
 
+@pytest.mark.long
 def test_an_ensemble_under_vmap():
     """Each lane has parameters and a stream of its own."""
     x = array(8, BATCH, STEPS, INPUTS)
@@ -459,6 +461,7 @@ def test_an_ensemble_under_vmap():
     assert_close(nnx.to_pure_dict(slope), stacked)
 
 
+@pytest.mark.long
 def test_layers_under_scan():
     """Three layers with stacked parameters in one scan are three layers in turn."""
     x = array(8, BATCH, STEPS, FEATURES)

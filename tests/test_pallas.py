@@ -220,6 +220,7 @@ HEADS = {
         lambda name, gpu: gpu or name in ("um_lstm", "gru"),
     ),
 )
+@pytest.mark.long
 def test_a_head_at_a_time(name, gpu, monkeypatch, request):
     if gpu:
         request.getfixturevalue("as_on_a_gpu")
@@ -256,6 +257,7 @@ ROWS = {
         lambda name, detach: detach or name in ("three, and zeros", "five"),
     ),
 )
+@pytest.mark.long
 def test_one_row_in_a_program_of_a_gpu(name, detach, as_on_a_gpu):
     functions = dict(carry_fns=[rg.Detach(0.5)], noise=[noise(STEPS)]) if detach else {}
     compare(ROWS[name], valid=VALID, resets=RESETS, reverse=detach, **functions)
@@ -263,6 +265,7 @@ def test_one_row_in_a_program_of_a_gpu(name, detach, as_on_a_gpu):
 
 @pytest.mark.parametrize("gpu", [False, True])
 @pytest.mark.parametrize("name", ["lstm", "gru", "gato1"])
+@pytest.mark.long
 def test_second_derivatives_are_the_scans(name, gpu, request):
     if gpu:
         request.getfixturevalue("as_on_a_gpu")
@@ -286,6 +289,7 @@ def test_second_derivatives_are_the_scans(name, gpu, request):
 @pytest.mark.parametrize(
     ("name", "reverse"), [("gato1", False), ("gato2", True), ("replace", False)]
 )
+@pytest.mark.long
 def test_the_blocks_of_units_of_a_gpu(name, reverse, as_on_a_gpu, monkeypatch):
     monkeypatch.setattr(pallas_loop, "GPU_UNITS", 1)  # 2 units: two programs for a row
     monkeypatch.setattr(pallas_loop, "GPU_AHEAD", 2)  # 5 steps: two pairs and a rest

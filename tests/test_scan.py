@@ -23,6 +23,7 @@ from tests.support import (
     parameters,
     quick_jit,
     state,
+    thinned,
 )
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -537,7 +538,10 @@ SHARDED = [
 ]
 
 
-@pytest.mark.parametrize(("backend", "name"), SHARDED)
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    thinned(SHARDED, lambda _, name: name in ("lstm", "ur_gru", "minlstm"), pytest.mark.long),
+)
 def test_shard_map_needs_no_carry(backend, name):
     cell = rg.CELLS[name](4, param_dtype=jnp.float64)
     params, xs = parameters(cell, INPUTS), array(3, 200, BATCH, INPUTS)

@@ -10,6 +10,7 @@ import pytest
 
 import recurrent_gates as rg
 from recurrent_gates.testing import check_cell, check_replay
+from tests.support import thinned
 
 
 class Leaky(rg.Cell):
@@ -27,7 +28,10 @@ class Leaky(rg.Cell):
         return 0.9 * carry + 0.1 * jnp.tanh(z_t @ params["w"])
 
 
-@pytest.mark.parametrize("name", ["lstm", "ur_gru", "rnn", "gato2"])
+@pytest.mark.parametrize(
+    "name",
+    thinned([("lstm",), ("ur_gru",), ("rnn",), ("gato2",)], "lstm".__eq__, pytest.mark.long),
+)
 def test_every_kind_of_cell_conforms(name):
     check_cell(rg.CELLS[name](4))
 
@@ -171,6 +175,7 @@ def test_a_rule_of_sums_is_one_of_three():
 
 
 @pytest.mark.parametrize("s_update", ["zero", "replace"])
+@pytest.mark.long
 def test_the_ablations_of_gato_conform(s_update):
     check_cell(rg.CELLS["gato1"](4, s_update=s_update))
 

@@ -68,6 +68,7 @@ def test_value_and_gradients(form, rows, features, monkeypatch):
 
 
 @FORMS
+@pytest.mark.long
 def test_lanes(form):
     """Under vmap, with weights of their own or shared."""
     x, r, d = array(7, 2, 20, 3), array(8, 2, 20, UNITS), array(9, 2, 20, UNITS)
@@ -100,6 +101,7 @@ def serves(cell, params, xs, carry):
 
 @pytest.mark.parametrize("inputs", [1, 4, 5, 7])
 @pytest.mark.parametrize("bias_vectors", [1, 2])
+@pytest.mark.long
 def test_few_inputs_and_many_give_what_a_scan_gives(inputs, bias_vectors):
     cell = rg.GATO(2 * UNITS, g=rg.TwoLayer(HIDDEN), bias_vectors=bias_vectors, **WIDE)
     params, carry = parameters(cell, inputs), state(cell, (4,))

@@ -8,6 +8,7 @@ import pytest
 from benchmarks import agents
 
 
+@pytest.mark.long
 def test_every_way_is_timed(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(agents, "_WINDOW", 3)
     monkeypatch.setattr(agents, "CHALLENGES", {"maze": {"challenge": "t_maze", "length": 2}})

@@ -18,6 +18,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("experiment", SETTINGS)
+@pytest.mark.long
 def test_the_first_loss_is_that_of_the_model_on_the_first_batch(experiment):
     """The mean of -log softmax(W h + b) at the targets, by NumPy."""
     settings = {"hidden_size": 6, "batch_size": 4, **SETTINGS[experiment]}

@@ -238,6 +238,7 @@ def test_rates_are_positive(in_process):
 # The program
 
 
+@pytest.mark.long
 def test_the_program_writes_what_it_measured(in_process, tmp_path, capsys):
     argv = ["speed", "--cells=gru", "--sizes=2,5,3,4", "--peers=flax,torch,scan,newton,ur_lstm"]
     missing = {"platform": "cpu", "device": "cpu x 1", "versions": {"jax": "1"}}

@@ -180,6 +180,7 @@ def unchanged(**settings):
     }
 
 
+@pytest.mark.long
 def test_training_changes_every_parameter_but_those_of_an_ablation():
     assert unchanged() == set()
     assert unchanged(s_update="replace") == set()

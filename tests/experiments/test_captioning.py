@@ -242,6 +242,7 @@ def told(learner, params, pictures, captions):
     return jax.jit(lambda *operands: learner.apply(*operands).log_p)(params, pictures, captions)
 
 
+@pytest.mark.long
 def test_padding_changes_no_loss_and_no_gradient(learner):
     """Three more steps behind the ends, and a picture that does not count."""
     learner, params = learner
@@ -284,6 +285,7 @@ def test_what_is_said_is_what_is_scored(learner):
 
 
 @pytest.mark.parametrize("cell", [pytest.param("dnc", marks=pytest.mark.full), "ur_rma", "rmc"])
+@pytest.mark.long
 def test_a_memory_begins_as_its_cell_has_it(cell):
     """And the picture gives the controller's state; the words that follow are probabilities."""
     made = Learner(config(**ATTENDING, cell=cell, hidden_size=8))
@@ -360,6 +362,7 @@ def test_held_out_scores_count_each_picture_once(learner):
         pytest.param({"seeds": 3}, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.long
 def test_a_stopped_run_ends_with_the_same_bits(learners, tmp_path, settings, monkeypatch):
     run = config(**settings)
     loop.run(run, tmp_path / "whole")

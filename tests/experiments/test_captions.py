@@ -385,6 +385,7 @@ ATTENDING = {
 
 
 @pytest.mark.parametrize(("more", "scale", "most"), [({}, 1.0, 1.0), (ATTENDING, 0.01, 0.6)])
+@pytest.mark.long
 def test_training_on_kept_features(tmp_path, small_network, more, scale, most):
     weights = tmp_path / "w.safetensors"
     random_weights(weights, SMALL, scale=scale)
@@ -428,6 +429,7 @@ def first_loss(folder):
     return float(state.loss_total) / float(state.loss_weight)
 
 
+@pytest.mark.long
 def test_two_devices_read_half_of_a_batch_each(tmp_path, small_network):
     random_weights(coco(tmp_path) / "w.safetensors", SMALL)
     loss = first_loss(tmp_path)
@@ -438,6 +440,7 @@ def test_two_devices_read_half_of_a_batch_each(tmp_path, small_network):
     np.testing.assert_allclose(float(other), loss, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_an_encoder_that_is_trained_along(tmp_path, small_network):
     """Its weights move, the statistics of its normalisation stay; a bad picture is a sentence."""
     weights = tmp_path / "w.safetensors"

@@ -167,6 +167,7 @@ def mutated(draw):
 
 @settings(max_examples=2000, deadline=None, database=None)
 @given(file=mutated())
+@pytest.mark.long
 def test_mutated_files_give_a_sentence_or_what_they_hold(tmp_path_factory, file):
     kind, content = file
     path = tmp_path_factory.getbasetemp() / f"mutated_{kind}"

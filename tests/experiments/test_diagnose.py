@@ -94,6 +94,7 @@ def verdicts(text):
     return found
 
 
+@pytest.mark.long
 def test_an_lstm(tmp_path, capsys):
     start("--cell=ur_lstm", *SMALL, f"--out_dir={tmp_path}")
     text = capsys.readouterr().out
@@ -131,6 +132,7 @@ def test_a_cell_of_the_users_own(own, tmp_path, monkeypatch, capsys):
     assert len(pictures(tmp_path / "runs" / "diagnose" / f"{own}.Summing")) == 2
 
 
+@pytest.mark.long
 def test_a_foreign_cell(own, tmp_path, monkeypatch, capsys):
     """Its y is no field that gradients flow through; its width is its own."""
     titles = []
@@ -170,6 +172,7 @@ def trained(learners, tmp_path_factory):
     return directory
 
 
+@pytest.mark.long
 def test_a_run_before_and_after_its_training(trained, tmp_path, capsys, monkeypatch):
     histograms, paths = [], []
     draw, draw_paths = figures.gate_histograms, figures.gradient_paths

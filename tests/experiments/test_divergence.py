@@ -78,6 +78,7 @@ def named(seed):
     return f"seed {seed}, learning rate 0.01: {BAD[seed]} at step 3"
 
 
+@pytest.mark.long
 def test_an_update_that_is_skipped_is_as_if_its_step_were_not(tmp_path, capsys):
     summary = loop.run(poisoned("skip", seeds=3), tmp_path)
     said = capsys.readouterr().out

@@ -435,6 +435,7 @@ def climbing():
     return config(curriculum="combine", level_steps=1, level_threshold=10.0, seeds=3)
 
 
+@pytest.mark.long
 def test_a_climb_that_was_stopped_ends_with_the_same_bits(whole, tmp_path):
     with mock.patch.object(loop, "stopping", lambda: contextlib.nullcontext(StopAfter(5))):
         assert loop.run(climbing(), tmp_path) is None

@@ -40,6 +40,7 @@ def interrupted_at(module, *flags):
 
 
 @pytest.mark.parametrize("module", ["absl.app", "numpy", "orbax.checkpoint", "matplotlib.figure"])
+@pytest.mark.long
 def test_an_interrupt_before_and_after_training_is_one_sentence(module, tmp_path):
     """While the program starts, and while it draws its figure."""
     done = interrupted_at(module, *SMALL, "--steps=1", f"--workdir={tmp_path / 'run'}")
@@ -68,6 +69,7 @@ def test_an_interrupt_while_training_saves_what_was_learnt(tmp_path):
     assert printed.endswith(f"stopped at step {step}; the same command goes on from there\n")
 
 
+@pytest.mark.long
 def test_a_file_size_limit_is_one_sentence_and_the_run_goes_on_without(tmp_path):
     """As a full disk; nor does the cache of compiled programs, on that disk too, say a word."""
     flags = (*SMALL, f"--workdir={tmp_path / 'run'}", "--steps=40")

@@ -154,6 +154,7 @@ def trained(studied):
 
 
 @pytest.mark.parametrize("cell", CONFIGS)
+@pytest.mark.long
 def test_training_changes_every_parameter(cell, trained):
     before, after = trained[cell].learner.initial().params, trained[cell].params
     for path, leaf in jax.tree_util.tree_leaves_with_path(before):

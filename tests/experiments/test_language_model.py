@@ -353,6 +353,7 @@ def test_a_tied_table_starts_small(tied, variance):
 
 
 @pytest.mark.parametrize("settings", [{"tied": True}, {"softmax": "adaptive", "cutoffs": (2, 4)}])
+@pytest.mark.long
 def test_every_softmax_learns(settings):
     """The training text by heart: its windows are few."""
     run = config(**settings, steps=300, hidden_size=32, embedding=16, keep_best=False)

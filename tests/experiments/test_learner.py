@@ -254,6 +254,7 @@ def test_zoneout_keeps_units_in_training():
     assert float(moved.loss_total) == pytest.approx(float(value), rel=1e-6)
 
 
+@pytest.mark.long
 def test_zoneout_and_dropout_draw_anew_at_every_step():
     """From the same parameters and the same batch: another loss, and the same one again."""
 
@@ -339,6 +340,7 @@ def stacked(learner, params, batch, masks):
     return decoded(learner, params, ys, batch)["loss"]
 
 
+@pytest.mark.long
 def test_two_layers_are_one_after_the_other_and_dropout_is_between_them():
     """The masks of the first step, drawn again, on the outputs of the first layer alone."""
     key = key_of(Lane(jnp.int32(0), jnp.float32(0)), Purpose.DROPOUT)
@@ -394,6 +396,7 @@ def gradients(named):
     return found
 
 
+@pytest.mark.long
 def test_masks_and_scores_are_the_same_on_1_and_7_devices(tmp_path):
     """Of each example; the 50 to score are no multiple of 7."""
     settings = dict(cell="lstm", batch_size=7, held_out_sequences=50, layers=2)
@@ -431,6 +434,7 @@ def test_masks_and_scores_are_the_same_on_1_and_7_devices(tmp_path):
     ],
     ids=str,
 )
+@pytest.mark.long
 def test_settings_change_the_training_and_stay_finite(settings):
     state = after(2, **settings)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))

@@ -267,6 +267,7 @@ def test_early_stop(tmp_path):
     assert loop.run(drift(patience=2), tmp_path) == summary
 
 
+@pytest.mark.long
 def test_a_lane_that_stopped_early_keeps_its_result(tmp_path):
     # The slow lane trains on; the fast one's result is that of its own run.
     both = loop.run(drift(patience=2, learning_rates=(0.1, 0.04)), tmp_path / "both")

@@ -82,6 +82,7 @@ def assert_lines_up(window, fresh, settings):
 
 
 @pytest.mark.parametrize("cell", ["ur_lstm", "gato2", "ur_rma"])
+@pytest.mark.long
 def test_a_window_replayed_is_the_window_played(cell):
     """Windows of 5 steps of episodes of 9, which end within them."""
     settings = {"cell": cell, "window": 5}
@@ -110,6 +111,7 @@ def test_what_is_seen_is_what_was_done_before():
         previous = seen
 
 
+@pytest.mark.long
 def test_training_tells_the_rewards_of_the_episodes_that_ended():
     """A T-maze, whose episodes are longer than a window: delay costs, the last step is rewarded."""
     maze = {"challenge": "t_maze", "length": 3, "walking": True, "window": 2, "batch_size": 8}
@@ -242,6 +244,7 @@ def northward(strength):
     return act
 
 
+@pytest.mark.long
 def test_an_evaluation_plays_whole_episodes_and_no_more():
     """Greedy and sure: the middle door, which is right in a third of the episodes."""
     settings = {"held_out_episodes": 200, "apples": 22, "distractor_steps": 8}
@@ -278,6 +281,7 @@ def test_a_feed_forward_agent_sees_the_present_alone():
         assert np.array_equal(*logits) == memoryless
 
 
+@pytest.mark.long
 def test_reconstructions_train_the_recurrent_layers():
     settings = {"cell": "ur_rma", "window": 5, "reconstruction": True}
     learner, state, *_ = started(**settings)
@@ -322,6 +326,7 @@ def test_rows_left_out_of_a_memory_change_nothing():
     assert np.abs(cut - many).max() > 1e-2
 
 
+@pytest.mark.long
 def test_an_agent_learns_what_it_must_remember():
     settings = {
         "challenge": "t_maze",
@@ -404,6 +409,7 @@ def test_a_film_that_cannot_be_is_refused_before_training(name, sentence, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_a_film_shows_an_episode(tmp_path):
     learner, state, *_ = started(window=5)
     shown = render.pictures(learner, state.params)

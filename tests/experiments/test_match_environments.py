@@ -101,6 +101,7 @@ def wrong(match, state, turn):
     return ~jnp.where(last, doors & kept, apples) | (last != turn.info["last_phase"])
 
 
+@pytest.mark.long
 def test_random_episodes_keep_the_rules(match, played):
     length, steps = played["length"], sum(match.phases)
     assert not played["strange"].any()

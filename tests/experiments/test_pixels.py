@@ -367,6 +367,7 @@ def rows(workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_bit_for_bit(tmp_path, mnist, monkeypatch):
     monkeypatch.setattr(loop, "_CHECKPOINT_SECONDS", 0.0)
     settings = {**TINY, "data_dir": mnist, "dropout": 0.5, "eval_every": 2}

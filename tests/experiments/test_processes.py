@@ -39,6 +39,7 @@ def arrays(directory, layout):
 
 
 @pytest.mark.parametrize("layout", ["eight", "one"])
+@pytest.mark.long
 def test_two_processes_train_as_one(checked, layout):
     """Gradients of a step, losses and states of many, with three lanes and a state that streams."""
     directory, _, (_, err, code) = checked
@@ -136,6 +137,7 @@ def test_few_devices_go_on_alike(checked):
         np.testing.assert_allclose(two[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 def test_a_killed_process_ends_the_other_and_both_go_on(checked, tmp_path):
     """First the one that writes is killed, then the other one; SLURM starts them again."""
     directory, _, _ = checked

@@ -32,6 +32,7 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(loop.learning_curve, "draw", lambda *args: None)
 
 
+@pytest.mark.long
 def test_a_profile_is_written_and_the_rates_are_plausible(tmp_path):
     began = time.perf_counter()
     summary = loop.run(tiny(steps=40), tmp_path, profile=20)

@@ -117,6 +117,7 @@ def assert_is_a_sentence(error, argv):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.long
 def test_every_command_line_is_a_config_or_a_sentence(name, request):
     count = 2000 if request.config.getoption("full") else 1000
     experiment, draw = EXPERIMENTS[name], random.Random(f"{name} 1")

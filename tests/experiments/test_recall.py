@@ -183,6 +183,7 @@ def test_settings_that_cannot_be(settings, words):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.long
 def test_the_binary_draws_where_a_dnc_wrote_and_read(program, drawn, tmp_path):
     flags = [f"--{name}={value}" for name, value in TINY.items()]
     code, out, err = program("experiments.recall", *flags, f"--workdir={tmp_path}")

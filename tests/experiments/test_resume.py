@@ -79,6 +79,7 @@ def empty(checkpoint):
         file.write_bytes(b"")
 
 
+@pytest.mark.long
 def test_a_finished_run_prints_its_summary(copied, monkeypatch, capsys):
     monkeypatch.setattr("experiments.training.learner.Learner.prepare", None)  # nothing is compiled
     before = {file: file.read_bytes() for file in files(copied) if file.suffix == ".jsonl"}
@@ -247,6 +248,7 @@ def stopping_at(calls):
     return lambda: contextlib.nullcontext(Stops())
 
 
+@pytest.mark.long
 def test_a_run_can_be_stopped_in_an_evaluation(tmp_path, monkeypatch, capsys):
     """In the first and the last one, in the test at the end, and between steps."""
     monkeypatch.setattr(supervised, "_EVALUATION_ROWS", 20)  # two parts

@@ -141,6 +141,7 @@ def test_shapes_differ():
 
 
 @pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.long
 def test_what_is_held_out_is_in_no_training_scene(groups):
     def made(of, count):
         keys = jax.random.split(jax.random.key(3), count)

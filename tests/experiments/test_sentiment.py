@@ -64,6 +64,7 @@ def test_counts_of_words_do_not_tell_the_verdict(drawn):
     assert bag.score(counts[4000:], verdicts[4000:]) < 0.75
 
 
+@pytest.mark.long
 def test_padding_changes_nothing():
     """One more step in front gives the same loss and gradients."""
     run = resolve(SENTIMENT, "small", {"hidden_size": 8, "embedding": 4, "batch_size": 6})

@@ -176,6 +176,7 @@ def ragged(lengths, steps, seed=0):
         lambda cell, backend: (cell == "gato") == (backend == "fused"),
     ),
 )
+@pytest.mark.long
 def test_padding_changes_nothing(cell, backend):
     learner = Learner(resolve(**TINY | {"cell": cell, "backend": backend}))
     task, lengths = learner.task, [7, 1, 4, 0]
@@ -269,6 +270,7 @@ def test_rows_that_count_elsewhere_are_scored_once():
 # Runs.
 
 
+@pytest.mark.long
 def test_a_run_on_files(cinc, tmp_path, capsys):
     config = resolve(**TINY, dataset="cinc2012", data_dir=str(cinc), longest=9, seeds=2)
     summary = loop.run(config, tmp_path / "run")
@@ -302,6 +304,7 @@ def test_an_epoch_meets_each_stay_once(cinc):
     assert set(seen) <= known
 
 
+@pytest.mark.long
 def test_the_binary_draws_the_roc_and_says_all_scores(program, drawn, tmp_path):
     flags = ["--hidden_size=6", "--decoder=5", "--steps=2", "--batch_size=8", "--eval_every=2"]
     code, said, err = program("experiments.stay", *flags, f"--workdir={tmp_path}")

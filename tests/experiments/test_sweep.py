@@ -120,6 +120,7 @@ def test_a_run_whose_config_does_not_say_its_steps_is_trained(tmp_path):
         assert pool._finished(run) == finished
 
 
+@pytest.mark.long
 def test_a_sweep_that_is_killed_goes_on(tmp_path):
     """A run is killed, then the sweep; the table is that of its runs, undisturbed."""
     path = sweep_file(tmp_path, TOML.replace("[1e-3, 1e-2]", "[1e-2]").replace("[0, 1]", "[0]"))

@@ -88,6 +88,7 @@ def by_hand(one, lane, delay):
     return np.mean(np.argmax(x, axis=-1) == tokens)
 
 
+@pytest.mark.long
 def test_accuracies_are_those_of_a_longer_delay(finished):
     for name, lanes in (("plain", [0]), ("detached", [0, 1])):
         one = finished[name]
@@ -128,6 +129,7 @@ def test_fresh_sequences_are_scored_and_not_those_that_chose_the_parameters(fini
     assert len(of_both) == 40 + 5000  # of 10^8: no sequence is in both
 
 
+@pytest.mark.long
 def test_finished_runs_become_one_table(copies, finished, tmp_path, drawn, capsys):
     start(
         f"--copy_workdir={copies / 'plain'},{copies / 'detached'}",

@@ -36,6 +36,7 @@ def trained(cell, **how):
 
 
 @pytest.mark.parametrize("name", CELLS)
+@pytest.mark.long
 def test_chunks_of_time_change_nothing(name):
     """Together with all that a step may meet: detaching, zoneout, masks, resets."""
     cell = build(name)
@@ -72,6 +73,7 @@ def test_detaching_cuts_what_the_next_step_reads(name):
 
 
 @pytest.mark.parametrize("name", CELLS)
+@pytest.mark.long
 def test_lanes_train_together(name):
     """One vmap over parameters, as seeds train: the numbers of each alone."""
     cell = build(name, "om")

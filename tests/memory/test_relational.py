@@ -129,6 +129,7 @@ def test_one_input_row_is_enough():
 
 
 @pytest.mark.usefixtures("x32")
+@pytest.mark.long
 def test_the_core_conforms():
     check_cell(rg.RMC(12, gate=rg.GATES["ur"], blocks=2))
 

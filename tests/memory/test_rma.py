@@ -180,6 +180,7 @@ def test_a_reset_starts_with_an_empty_memory():
 
 
 @pytest.mark.usefixtures("x32")
+@pytest.mark.long
 def test_the_core_conforms():
     check_cell(rg.RMA(6, gate=rg.GATES["ur"], **SMALL), stops_gradients=True)
 

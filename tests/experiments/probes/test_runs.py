@@ -70,6 +70,7 @@ def assert_same_run(actual, expected, step):
 
 
 @pytest.mark.parametrize("name", support.PROBES)
+@pytest.mark.long
 def test_a_run_that_was_stopped_ends_with_the_same_bits(name, on_one):
     _, whole, stopped = on_one(name)
     assert_same_run(stopped, whole, support.PROBES[name].training.steps)
@@ -134,6 +135,7 @@ def test_the_host_finishes_a_score(on_one):
 @pytest.mark.parametrize(
     "name", thinned([(name,) for name in support.PROBES], lambda name: name in ON_EIGHT)
 )
+@pytest.mark.long
 def test_eight_devices_differ_by_roundings_alone(name, on_one, on_eight):
     _, _, one = on_one(name)
     of_eight, steps = on_eight() / name, support.PROBES[name].training.steps

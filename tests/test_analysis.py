@@ -445,6 +445,7 @@ def test_a_cell_without_the_gate_is_refused():
 
 
 @pytest.mark.parametrize(("of", "wrt"), [("r", "r"), ("s", "r"), ("s", "s"), ("r", analysis.ALL)])
+@pytest.mark.long
 def test_the_norm_of_a_small_block_beside_a_large_one(of, wrt, x32):
     """GATO's s keeps its gradient, its r loses it by a power of ten every other step: far below
     what float32 holds beside 1."""

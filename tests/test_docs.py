@@ -176,6 +176,7 @@ def test_every_page_is_in_the_index():
             assert f"\n{path.relative_to(DOCS).with_suffix('')}\n" in index, path
 
 
+@pytest.mark.long
 def test_pictures_of_the_gates_are_drawn(tmp_path):
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
         patch.setattr(sys, "argv", ["gates.py", str(tmp_path)])

@@ -277,6 +277,7 @@ def train_step_bytes(cell, inputs, steps, batch):
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "om_lstm", "gato1", "gato2"])
+@pytest.mark.long
 def test_what_needs_no_chunks_takes_no_more_memory_than_is_reused(name, monkeypatch, x32):
     monkeypatch.setattr(fused, "_REUSED_BYTES", 2**21)
     monkeypatch.setattr(fused, "_CACHE_BYTES", 1)

@@ -159,6 +159,7 @@ def test_trees_run_under_every_backend(backend, remat):
 
 @pytest.mark.parametrize("rule", ["replace", "zero"])
 @pytest.mark.parametrize("backend", ["fused", "newton", "pallas"])
+@pytest.mark.long
 def test_other_rules_of_sums(backend, rule):
     class Ruled(Weighing):
         @property

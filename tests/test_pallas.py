@@ -232,6 +232,7 @@ def test_a_head_at_a_time(name, gpu, monkeypatch, request):
 
 
 @pytest.mark.parametrize("name", ["lstm", "gato2"])
+@pytest.mark.long
 def test_sixteen_rows_in_a_program_of_a_gpu(name, as_on_a_gpu, monkeypatch):
     monkeypatch.setattr(pallas_loop, "GPU_HELD", 0)
     field = "s" if "gato" in name else "h"
@@ -353,6 +354,7 @@ def test_a_loop_in_blocks_of_rows_and_time_is_lax_scan(reverse, monkeypatch):
 @pytest.mark.parametrize(
     ("platform", "units"), [("tpu", 256), ("tpu", 192), ("tpu", 100), ("gpu", 256)]
 )
+@pytest.mark.long
 def test_increments_in_blocks_of_rows_and_units(platform, units, monkeypatch, request):
     """550 rows: two blocks of a TPU and a rest, three of a GPU; 256 units: two, and four; other
     numbers of units: a rest, alone and after a block."""

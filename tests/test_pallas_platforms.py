@@ -50,6 +50,7 @@ def test_every_platform_is_traced_with_the_others(name):
         lambda name, steps: steps == 33 or name in ("lstm", "gato2"),
     ),
 )
+@pytest.mark.long
 def test_kernels_lower(platform, name, steps, x32):
     """To Triton and to Mosaic: a training step with h-detach, in the widths that they take; in a
     shard_map, too."""

@@ -51,6 +51,7 @@ def test_optional_peers_compute_what_we_do(name, cell):
 
 
 @pytest.mark.parametrize(("cell", "form"), [("gru", "reset before"), ("lstm", "plain output")])
+@pytest.mark.long
 def test_a_form_has_other_equations(cell, form):
     plain, other = Contender(cell), Contender(cell, form=form)
     assert str(plain) == str(other)
@@ -153,6 +154,7 @@ def test_a_row_below_is_measured_again_alone(monkeypatch, tmp_path, capsys):
     assert f"| {1e3 * least:,.1f} | {2 / least:.2f} | {5 / least:.2f} |" in printed
 
 
+@pytest.mark.long
 def test_a_row_is_measured(in_process):
     held = {name: pair.hold(SIZE, 1, dtype="float32", tf32=False) for name in ("ours", "flax")}
     row, again = draws.measure("ur_lstm", ["flax.lstm"], SIZE, held, 2)

@@ -22,6 +22,7 @@ def test_a_point_changes_one_number():
     assert scaling.Point("lstm", "seeds", 1).arguments()["contender"] == "lstm"
 
 
+@pytest.mark.long
 def test_the_program_writes_points_and_slopes(in_process, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(scaling, "BASE", Size(2, 5, 3, 4))
     monkeypatch.setattr(scaling, "SWEEPS", {"steps": (4, 16), "seeds": (1, 2)})

@@ -80,6 +80,7 @@ def test_flags_replace_their_part_of_the_plan():
 
 
 @pytest.mark.parametrize("text", ["lstm", "gru", "ur_lstm+detach0.5", "gato2", "gru*2"])
+@pytest.mark.long
 def test_our_side_computes_what_the_scan_does(text):
     contender = Contender.parse(text)
     pair.check(text, ours.side(contender, SIZE, "float32"), contender, SIZE, "float32", 1e-5)
@@ -269,6 +270,7 @@ def test_the_program_writes_what_it_measured(in_process, tmp_path, capsys):
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_a_mismatch_fails_the_program(in_process, tmp_path, capsys, monkeypatch):
     wrong = peers.PEERS["flax"]._replace(
         build=lambda *arguments: side_that(lambda p, x, c: (p, -x, c))
@@ -323,6 +325,7 @@ def test_help_lists_the_flags(capsys):
         assert f"--{flag} (default" in printed
 
 
+@pytest.mark.long
 def test_a_process_has_its_devices_and_its_errors_have_a_sentence():
     machine = process.call("benchmarks.pair.machine", {}, 3)
     assert machine["platform"] == "cpu" and machine["device"].endswith("x 3")
@@ -331,6 +334,7 @@ def test_a_process_has_its_devices_and_its_errors_have_a_sentence():
         process.call("benchmarks.pair.Sides", {"size": SIZE, "dtype": "no", "tf32": False}, 1)
 
 
+@pytest.mark.long
 def test_an_object_is_held_and_what_it_dies_of_is_said():
     with process.Held("tests.benchmarks.test_speed.Counter", {"start": 3}, 1) as held:
         held.send("more", by=4)

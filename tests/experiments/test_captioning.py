@@ -267,6 +267,7 @@ def test_padding_changes_no_loss_and_no_gradient(learner):
         assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected[1][part])) > 0
 
 
+@pytest.mark.long
 def test_what_is_said_is_what_is_scored(learner):
     """Word by word, the carry of ``follow`` gives the log-probabilities of the whole caption."""
     learner, params = learner
@@ -308,6 +309,7 @@ def test_a_memory_begins_as_its_cell_has_it(cell):
     assert np.isfinite(said).all()
 
 
+@pytest.mark.long
 def test_a_beam_scores_at_least_what_is_greedy(learner):
     learner, params = learner
     batch = window(learner.task, 4)

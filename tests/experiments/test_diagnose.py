@@ -145,6 +145,7 @@ def test_a_foreign_cell(own, tmp_path, monkeypatch, capsys):
     assert "without" not in text
 
 
+@pytest.mark.long
 def test_the_reading_can_be_given(own, tmp_path, capsys):
     start(
         f"--cell={own}:foreign",
@@ -212,6 +213,7 @@ def test_a_run_before_and_after_its_training(trained, tmp_path, capsys, monkeypa
     assert not np.allclose(*(means["f"] for means in histograms[0].values()))
 
 
+@pytest.mark.long
 def test_a_run_without_gates(trained, tmp_path, capsys):
     start(f"--workdir={trained / 'rnn'}", f"--out_dir={tmp_path}")
     text = capsys.readouterr().out

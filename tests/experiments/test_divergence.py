@@ -125,6 +125,7 @@ def test_a_run_that_is_to_stop_ends_with_a_sentence_and_keeps_what_was_saved(tmp
     assert all(np.isfinite(leaf).all() for name, leaf in saved.items() if name.startswith("params"))
 
 
+@pytest.mark.long
 def test_a_seed_that_is_marked_is_named_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loop, "_CHECKPOINT_SECONDS", -1.0)
     for steps in (2, 4):
@@ -137,6 +138,7 @@ def test_a_seed_that_is_marked_is_named_once(tmp_path, monkeypatch, capsys):
     ) in said
 
 
+@pytest.mark.long
 def test_a_binary_whose_run_is_to_stop_exits_with_one(program, tmp_path):
     flags = ["--cell=gru", "--hidden_size=6", "--tokens=3", "--length=4", "--embedding=3"]
     flags += ["--batch_size=8", "--held_out_sequences=40", "--steps=4", "--learning_rate=1e30"]

@@ -463,6 +463,7 @@ def test_examples_are_held_out_programs_with_the_models_answers(grammar):
     assert [wrong or told for told, wrong in verdicts] == [one.answer for one in programs]
 
 
+@pytest.mark.long
 def test_the_binary_shows_programs(program, tmp_path):
     flags = [f"--{name}={value}" for name, value in TINY.items() if name != "decoder"]
     code, out, _ = program("experiments.execute", *flags, "--show=2", f"--workdir={tmp_path}")

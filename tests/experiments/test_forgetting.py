@@ -162,6 +162,7 @@ def test_training_changes_every_parameter(cell, trained):
         assert not np.array_equal(leaf[0], value[0]), jax.tree_util.keystr(path)
 
 
+@pytest.mark.long
 def test_the_timescales_before_are_those_of_analysis(trained):
     finished = trained["lstm"]
     cell = saturate(build_cell(finished.config.model), 6.0)
@@ -172,6 +173,7 @@ def test_the_timescales_before_are_those_of_analysis(trained):
     assert_periods(study.periods(finished, params), expected)
 
 
+@pytest.mark.long
 def test_a_study(studied, drawn, capsys):
     written = json.loads((studied / "forgetting.json").read_text())
     reports = study.run(CONFIGS, studied)

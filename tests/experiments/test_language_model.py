@@ -95,6 +95,7 @@ def long_unroll(learner, params, tokens, resets):
         for b, window in enumerate([1, 6, 40])
     ],
 )
+@pytest.mark.long
 def test_a_part_in_windows_is_one_long_unroll(readers, window, backend):
     learner, state = started(
         test_readers=readers, reading_window=window, backend=backend, reset_at_articles=True
@@ -254,6 +255,7 @@ def test_a_rescaled_rate_moves_parameters_by_so_much(corpus):
         assert np.abs(plain).max() > 1e3 * rounding.max()  # so that it is seen
 
 
+@pytest.mark.long
 def test_a_run_that_was_stopped_ends_with_the_same_bits(learners, tmp_path):
     run = config(window_deviation=2.0, short_window_prob=0.3, embedding_dropout=0.2)
     loop.run(run, tmp_path / "whole")

@@ -243,6 +243,7 @@ def test_zoneout_is_its_mean_at_evaluation():
     assert scores["loss"] != pytest.approx(float(plain["loss"]), rel=2e-4)
 
 
+@pytest.mark.long
 def test_zoneout_keeps_units_in_training():
     """With probability one nothing is ever written: the decoder reads zeros."""
     learner = prepared(cell="lstm", zoneout_c=1.0, zoneout_h=1.0)
@@ -449,6 +450,7 @@ def test_settings_change_the_training_and_stay_finite(settings):
     ("examples", "most", "steps"),
     [(40, 40, 2**18), (40, 7, 2**18), (13, 6, 2**18), (1, 4, 2**18), (40, 40, 8 * 5 + 4)],
 )
+@pytest.mark.long
 def test_every_example_counts_once(examples, most, steps, monkeypatch):
     """Whatever the parts are that fit into memory."""
     monkeypatch.setattr(supervised, "_EVALUATION_ROWS", most)

@@ -44,6 +44,7 @@ def shown(monkeypatch):
     return figures
 
 
+@pytest.mark.long
 def test_what_a_run_leaves_behind(tmp_path, shown, capsys):
     config = tiny(seed=3, seeds=2)
     summary = loop.run(config, tmp_path)

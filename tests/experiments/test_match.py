@@ -310,6 +310,7 @@ def test_the_code_of_an_image_is_linear():
         assert (code.min() < least) if channels else (code.min() == least)
 
 
+@pytest.mark.long
 def test_rows_left_out_of_a_memory_change_nothing():
     """Over an episode of nine steps: of 1,000 rows those that were never written compete."""
     learner, *_ = started(cell="ur_rma", rows_read=7)

@@ -123,6 +123,7 @@ def test_random_episodes_keep_the_rules(match, played):
     assert (played["apples"][:, 0].mean() > 0) == (match.apples > 0)
 
 
+@pytest.mark.long
 def test_the_best_player_always_finds_the_door(match, played):
     assert match.best == 10.0
     assert (played["last"][:, 1] == 10.0).all()
@@ -307,6 +308,7 @@ def test_count_recall_asks_for_what_was_dealt(decks, kind, kinds):
     [TMaze(10), RepeatPrevious(), CountRecall(2, "suits")],
     ids=["t_maze", "repeat_previous", "count_recall"],
 )
+@pytest.mark.long
 def test_random_answers_score_chance(game):
     """10,000 episodes; in the T-maze of who walks to the fork, and chooses an arm there."""
 

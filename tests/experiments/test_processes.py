@@ -67,11 +67,13 @@ def test_two_processes_train_as_one(checked, layout):
     assert kinds == {"float64"}
 
 
+@pytest.mark.long
 def test_both_processes_hold_the_same_state(checked):
     directory, _, _ = checked
     assert_same_bits(arrays(directory, "pair1"), arrays(directory, "pair0"))
 
 
+@pytest.mark.long
 def test_the_first_process_alone_writes_and_speaks(checked):
     directory, ((_, said, _), (_, silence, _)), _ = checked
     assert silence == ""
@@ -86,6 +88,7 @@ def test_the_first_process_alone_writes_and_speaks(checked):
     ]
 
 
+@pytest.mark.long
 def test_each_process_reads_its_own_rows_and_seeds(checked):
     directory, _, _ = checked
     rows = [np.load(directory / f"rows{number}.npy").tolist() for number in range(2)]
@@ -94,6 +97,7 @@ def test_each_process_reads_its_own_rows_and_seeds(checked):
     assert seeds == [[0, 1], [2, 3]]  # lanes:4,data:2
 
 
+@pytest.mark.long
 def test_a_batch_that_the_devices_cannot_share_is_refused(checked):
     directory, _, _ = checked
     for number in range(2):
@@ -102,6 +106,7 @@ def test_a_batch_that_the_devices_cannot_share_is_refused(checked):
         )
 
 
+@pytest.mark.long
 def test_a_signal_to_one_process_stops_both(checked):
     """And they go on to the same bits; the drivers see that both were stopped."""
     directory, ((_, said, _), _), _ = checked
@@ -112,6 +117,7 @@ def test_a_signal_to_one_process_stops_both(checked):
     assert rows[0] == rows[1]
 
 
+@pytest.mark.long
 def test_a_workdir_that_the_first_process_refuses_ends_both(checked):
     _, ((code, _, err), (other_code, _, other_err)), _ = checked
     assert (code, other_code) == (2, 1)
@@ -121,6 +127,7 @@ def test_a_workdir_that_the_first_process_refuses_ends_both(checked):
 
 
 @pytest.mark.parametrize("few", [1, 2])
+@pytest.mark.long
 def test_a_checkpoint_of_two_processes_goes_on_in_one(checked, few):
     directory, _, (said, _, _) = checked
     assert f"cpu x 8 in 2 processes and goes on on cpu x {few}: its last bits" in said
@@ -130,6 +137,7 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one(checked, few):
     assert [json.loads(row)["step"] for row in rows] == [0, 4, 8, 12, 16, 20]
 
 
+@pytest.mark.long
 def test_few_devices_go_on_alike(checked):
     directory, _, _ = checked
     two, one = (leaves(directory / name, 20) for name in ("on_2", "on_1"))

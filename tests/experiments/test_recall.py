@@ -72,6 +72,7 @@ def test_associative_layout():
 
 
 @pytest.mark.parametrize("layout", ["repeat_copy", "associative"])
+@pytest.mark.long
 def test_the_longest_example_just_fits(layout):
     repeats = {"min_repeats": 2} if layout == "repeat_copy" else {}
     this = task(layout, min_length=3, **repeats)
@@ -90,6 +91,7 @@ def patterns_of(this, batch):
 
 
 @pytest.mark.parametrize("layout", ["repeat_copy", "associative"])
+@pytest.mark.long
 def test_training_never_meets_a_held_out_pattern(layout):
     this = task(layout, max_length=2, held_out_sequences=60)  # few: every batch would meet some
     held_out = patterns_of(this, this.load())

@@ -350,6 +350,7 @@ def trained(workdir, signal_number=None, at_least=0):
     return process
 
 
+@pytest.mark.long
 def test_killed_runs_end_with_the_same_bits(tmp_path):
     """As processes, whose programs are compiled by the first one and kept."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"

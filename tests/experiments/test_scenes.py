@@ -55,6 +55,7 @@ def combinations(groups, relations):
 
 
 @pytest.mark.parametrize("groups", [2, 5])
+@pytest.mark.long
 def test_captions_are_true(groups):
     truth, drawn_scenes = drawn(groups, None, 40)
     of_scene = jax.vmap(lambda key: scenes.true_captions(key, groups, None))
@@ -90,6 +91,7 @@ def test_captions_are_true(groups):
     )
 
 
+@pytest.mark.long
 def test_a_true_paraphrase_is_no_mistake():
     """Of six true captions five are references; the sixth is true as well, and no other is."""
     task = resolve(CAPTIONING, "small", {"captioner": "show_and_tell", "held_out_scenes": 9}).task

@@ -181,6 +181,7 @@ def adaptive_log_p(params, h, cutoffs, words):
 
 
 @pytest.mark.parametrize("cutoffs", [(4,), (3, 7), (1, 2, 10)])
+@pytest.mark.long
 def test_adaptive_is_its_definition(cutoffs):
     h, targets, weights = rows()
     softmax = AdaptiveSoftmax(V, F, cutoffs)

@@ -207,6 +207,7 @@ def test_padding_changes_nothing(cell, backend):
     assert max(alone) > min(alone)
 
 
+@pytest.mark.long
 def test_diagnose_sees_what_gru_d_reads():
     """The features of a run are what its cell reads: three of each of the 12 variables."""
     learner = Learner(resolve(**TINY | {"cell": "gru_d"}))

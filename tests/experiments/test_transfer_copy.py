@@ -99,6 +99,7 @@ def test_accuracies_are_those_of_a_longer_delay(finished):
             assert measured[len(lanes) :] == [None] * (len(measured) - len(lanes))
 
 
+@pytest.mark.long
 def test_few_examples_at_a_time_have_the_same_score(finished, monkeypatch):
     monkeypatch.setattr("experiments.training.supervised._EVALUATION_STEPS", 100)  # of 15 each
     measured = study.accuracies(finished["plain"], 9)
@@ -178,6 +179,7 @@ SMALL = (
 )
 
 
+@pytest.mark.long
 def test_it_trains_by_itself(tmp_path, monkeypatch, capsys):
     evaluated = []  # the values are another test's matter
     monkeypatch.setattr(

@@ -127,6 +127,7 @@ def test_a_train_step_keeps_no_memory_for_each_step(cell, steps, inputs, megabyt
 
 @pytest.mark.usefixtures("x32")
 @pytest.mark.parametrize("cell", [rg.RMC(128), rg.DNC(64)], ids=["rmc", "dnc"])
+@pytest.mark.long
 def test_of_a_step_on_a_cpu_the_carry_alone_is_kept(cell):
     """Beside a chunk of all steps, in which what the backward pass needs of each is kept."""
     assert _temporary_bytes(cell, 30, 8) < _temporary_bytes(cell, 30, 8, remat=30) / 2

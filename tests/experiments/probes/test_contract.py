@@ -101,6 +101,7 @@ def test_a_fault_in_a_part_of_the_words_is_one_of_all(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [8, 6])
+@pytest.mark.long
 def test_every_row_is_added_once(on_four, rows):
     """Over four devices, whether they share the rows or each has all of them."""
     names = ("_config", "_module", "_mesh", "_lanes", "_params", "_name")
@@ -207,6 +208,7 @@ class Slowly(RaggedTask):
         return super().batch(loaded, key, step // 2, size)
 
 
+@pytest.mark.long
 def test_a_task_with_its_own_update_descends_twice():
     def learnt(task, steps):
         with support.ready(support.config(task, seeds=1)) as learner:

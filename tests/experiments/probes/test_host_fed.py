@@ -12,6 +12,8 @@ from experiments.training.feed import CHUNK, Feed
 from tests.experiments.probes import support
 from tests.experiments.probes.host_fed import HostFedTask, Rows
 
+pytestmark = pytest.mark.long
+
 STEPS = CHUNK + 3
 
 

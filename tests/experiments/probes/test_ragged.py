@@ -11,6 +11,8 @@ from tests.experiments.probes import support
 from tests.experiments.probes.ragged import RaggedTask
 from tests.support import assert_identical
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def learnt():

@@ -19,6 +19,8 @@ from tests.experiments.probes.pretrained import WEIGHTS
 from tests.experiments.support import ROOT, assert_same_bits, environment, leaves
 from tests.support import thinned
 
+pytestmark = pytest.mark.long
+
 # Without a full run: rows that could be cut along another axis, a stream that all devices share,
 # rows from the host, and episodes, held-out ones in a number that devices cannot share.
 ON_EIGHT = "text", "curriculum", "host_fed", "match"
@@ -70,7 +72,6 @@ def assert_same_run(actual, expected, step):
 
 
 @pytest.mark.parametrize("name", support.PROBES)
-@pytest.mark.long
 def test_a_run_that_was_stopped_ends_with_the_same_bits(name, on_one):
     _, whole, stopped = on_one(name)
     assert_same_run(stopped, whole, support.PROBES[name].training.steps)
@@ -135,7 +136,6 @@ def test_the_host_finishes_a_score(on_one):
 @pytest.mark.parametrize(
     "name", thinned([(name,) for name in support.PROBES], lambda name: name in ON_EIGHT)
 )
-@pytest.mark.long
 def test_eight_devices_differ_by_roundings_alone(name, on_one, on_eight):
     _, _, one = on_one(name)
     of_eight, steps = on_eight() / name, support.PROBES[name].training.steps

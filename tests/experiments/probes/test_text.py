@@ -15,6 +15,8 @@ from experiments.training.models import recurrent_layers
 from tests.experiments.probes import support
 from tests.experiments.probes.text import ALPHABET, END, TEXT, Stream, TextTask
 
+pytestmark = pytest.mark.long
+
 TASK = TextTask()
 CONFIG = support.config(TASK, seeds=1, learning_rates=(TINY,))
 TOKENS = np.array([ALPHABET.index(char) for char in TEXT], np.int32)

@@ -1,7 +1,8 @@
 """The fused backend against the scan: every value and every gradient, over all pairs of options.
 
-The default run covers every pair of levels of the factors below with a greedy covering array.
-With `--full` every cell family meets every gate, every carry function and every condition.
+A greedy covering array holds every pair of levels of the factors below: a default run has the first
+rows, which hold four fifths of the pairs, and `--long` has the others. With `--full` every cell
+family meets every gate, every carry function and every condition.
 """
 
 import dataclasses

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import pytest
 
 import recurrent_gates as rg
-from tests.support import run_as_main
+from tests.support import run_as_main, thinned
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -50,7 +50,15 @@ def name_of(path):
 # Code
 
 
-@pytest.mark.parametrize("path", [p for p in PAGES if blocks(p.read_text(), "python")], ids=name_of)
+@pytest.mark.parametrize(
+    "path",
+    thinned(
+        [(page,) for page in PAGES if blocks(page.read_text(), "python")],
+        lambda page: page.name == "README.md",
+        pytest.mark.long,
+    ),
+    ids=name_of,
+)
 def test_python_blocks_run_in_order(path):
     namespace = {"__name__": "__main__"}
     for line, code in blocks(path.read_text(), "python"):

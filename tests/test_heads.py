@@ -111,6 +111,7 @@ def test_each_head_starts_as_a_cell_of_its_size():
         assert not np.allclose(kernel[0], kernel[1])
 
 
+@pytest.mark.long
 def test_a_cell_with_heads_conforms(x32):
     check_cell(rg.GRU(6, heads=2))
 

@@ -185,6 +185,7 @@ def test_newton_inside_transformations(around, small):
     compare(build("gato2"), dict(valid=SOME), wrap, lanes=(2,) if around == "vmap" else ())
 
 
+@pytest.mark.long
 def test_all_masks_of_detaching_six_steps(monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK", 2)
     monkeypatch.setattr(shooting, "WARM_UP", 1)
@@ -206,6 +207,7 @@ def test_all_masks_of_detaching_six_steps(monkeypatch):
     assert len(np.unique(np.asarray(want[2].r[:, 0, 0]))) > 2  # the masks make a difference
 
 
+@pytest.mark.long
 def test_increments_in_chunks(small, monkeypatch):
     """37 steps of (2 + 3) * 2 units and 2 examples, 100 numbers at once: chunks and a rest."""
     monkeypatch.setattr(newton, "INCREMENT_SIZE", 100)
@@ -364,6 +366,7 @@ def test_float32_is_the_loop_to_its_roundings(small):
     assert_close(got, want, 1e-5)
 
 
+@pytest.mark.long
 def test_float32_s_over_65536_steps():
     """s in float32 is off by the roundings of its sum alone, 65,536 of up to 2.4e-7 at random:
     1.2e-4 for the worst of 16 units, where a plain sum would be off by 0.4."""

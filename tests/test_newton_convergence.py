@@ -58,6 +58,7 @@ def test_a_linear_cell_is_solved_by_one_correction(reverse, small):
 
 
 @pytest.mark.parametrize("scale", [10, 30])
+@pytest.mark.long
 def test_hard_parameters(scale):
     """Units that hold one of two states: Newton's method alone would correct a block at a time."""
     cell, params = gato(scale)

@@ -15,6 +15,7 @@ from tests.support import (
     assert_identical,
     count_traces,
     dot,
+    halved,
     quick_jit,
     randomize,
     state,
@@ -100,11 +101,13 @@ def test_a_cell_takes_the_steps_of_linens(name):
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [
-        *((name, dict()) for name in NAMES),
-        ("lstm", dict(reverse=True, return_carry=True, remat=4)),
-        ("gato2", dict(reverse=True, keep_order=True, time_major=True, unroll=2)),
-    ],
+    halved(
+        [
+            *((name, dict()) for name in NAMES),
+            ("lstm", dict(reverse=True, return_carry=True, remat=4)),
+            ("gato2", dict(reverse=True, keep_order=True, time_major=True, unroll=2)),
+        ]
+    ),
     ids=str,
 )
 def test_a_layer_is_linens(name, settings):

@@ -12,7 +12,7 @@ import pytest
 
 import recurrent_gates as rg
 from recurrent_gates.testing import check_cell
-from tests.support import array, assert_close, parameters, quick_jit, randomize, state
+from tests.support import array, assert_close, halved, parameters, quick_jit, randomize, state
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -152,7 +152,7 @@ def weighing():
 
 
 @pytest.mark.parametrize("backend", ["fused", "newton", "pallas"])
-@pytest.mark.parametrize("remat", [None, 4])
+@pytest.mark.parametrize("remat", halved([None, 4]))
 def test_trees_run_under_every_backend(backend, remat):
     compare(*weighing(), backend, remat=remat, **MASKS)
 

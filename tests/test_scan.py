@@ -20,6 +20,7 @@ from tests.support import (
     assert_identical,
     count_traces,
     dot,
+    halved,
     parameters,
     quick_jit,
     state,
@@ -288,8 +289,10 @@ def test_single_calls_are_one_unroll(name, backend, reverse):
 
 @pytest.mark.parametrize(
     ("name", "backend", "cut"),
-    [(*pair, 4) for pair in BACKENDS]
-    + [(*pair, cut) for pair in (("lstm", "scan"), ("gato", "fused")) for cut in (0, STEPS)],
+    halved(
+        [(*pair, 4) for pair in BACKENDS]
+        + [(*pair, cut) for pair in (("lstm", "scan"), ("gato", "fused")) for cut in (0, STEPS)]
+    ),
 )
 def test_two_windows_are_one(name, backend, cut):
     """Carry passed on, slices of one noise, lengths as a mask: values and gradients equal the

@@ -118,6 +118,7 @@ def test_fused_is_the_scan_and_gradients_match_differences(forget):
     check_grads(loss, (params, xs), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_it_conforms(x32):
     check_cell(rg.SLSTM(4, heads=2))
 

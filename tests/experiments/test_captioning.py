@@ -339,6 +339,7 @@ def test_a_blind_decoder_sees_nothing():
     assert np.abs(said[0] - said[1]).max() > 1e-4
 
 
+@pytest.mark.long
 def test_held_out_scores_count_each_picture_once(learner):
     """Nine pictures in windows: the loss is that of all at once."""
     learner, params = learner

@@ -129,6 +129,7 @@ def test_the_best_player_always_finds_the_door(match, played):
     assert (played["last"][:, 1] == 10.0).all()
 
 
+@pytest.mark.long
 def test_a_random_door_scores_chance_and_a_random_walk_less(match, played):
     of_door, of_walk = played["last"][:, 2], played["last"][:, 0]
     assert match.chance == pytest.approx({"pycolab": 10 / 3, "dmlab": 3.25}[match.rules])

@@ -146,6 +146,7 @@ def test_the_controllers_gate_is_all_that_a_gate_changes():
 
 
 @pytest.mark.usefixtures("x32")
+@pytest.mark.long
 def test_the_core_conforms():
     check_cell(rg.DNC(8, gate=rg.GATES["ur"], **SMALL), stops_gradients=True)
 

@@ -1,7 +1,7 @@
 # make copy       install, then train GATO on the copy task (minutes on two cores)
-# make test       install, then lint, type-check and run the tests (14 to 20 minutes on two cores)
+# make test       install, then lint, type-check and run the tests (at most a quarter of an hour on two cores)
 # make test-quick install, then lint, type-check and run a few minutes' part of the tests
-# make test-long  the tests that make test leaves out because they take seconds each (as long again)
+# make test-long  install, then run the tests that make test leaves out because they take long
 # make test-all   both, with the full product of options instead of a covering array
 # make mutate     plant known mistakes in a copy, one by one; each must be caught (minutes)
 # make docs       install, then build the pages of docs/ into docs/_build/html (3 minutes at most)

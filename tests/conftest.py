@@ -47,7 +47,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--long",
         action="store_true",
-        help="run the tests that take several seconds each, which a default run leaves out",
+        help="run only the tests that a default run leaves out because they take long",
     )
 
 
@@ -61,11 +61,15 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     """What takes minutes, and combinations of what is tested apart, are for ``--full``. What takes
-    seconds is for ``--long``, which runs nothing else; a test that is asked for by its name runs in
-    any case."""
+    seconds is for ``--long``, which leaves out the rest; a long test that is asked for by its name,
+    with ``-k`` or ``::``, or by its mark runs without it."""
     if config.getoption("full"):
         return
-    by_name = config.getoption("keyword") or any("::" in place for place in config.args)
+    by_name = (
+        config.getoption("keyword")
+        or "long" in config.getoption("markexpr")
+        or any("::" in place for place in config.args)
+    )
 
     def runs(item):
         if item.get_closest_marker("full"):

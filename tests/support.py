@@ -80,18 +80,6 @@ def thinned(cases, chosen, rest=pytest.mark.full):
     return [pytest.param(*case, marks=() if chosen(*case) else (rest,)) for case in cases]
 
 
-def halved(cases):
-    """A test's cases, of which the second, the fourth and so on are ``long``."""
-
-    def case_of(number, case):
-        if not hasattr(case, "marks"):
-            case = pytest.param(*(case if isinstance(case, tuple) else (case,)))
-        marks = [*case.marks, pytest.mark.long] if number % 2 else case.marks
-        return pytest.param(*case.values, marks=marks, id=case.id)
-
-    return [case_of(number, case) for number, case in enumerate(cases)]
-
-
 def fuzzed(test):
     """A test by hypothesis of mutated files: a few, and 2,000 of them in a full run."""
     return hypothesis.settings(hypothesis.settings.get_profile("fuzzed"))(test)

@@ -9,7 +9,7 @@ from flax import linen as nn
 import recurrent_gates as rg
 from recurrent_gates import desiderata as criteria
 from recurrent_gates.desiderata import EXPECTED, family, identity, reading
-from tests.support import halved, quick_jit
+from tests.support import quick_jit, thinned
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -216,7 +216,14 @@ def test_every_cell_has_a_family():
     assert family(Own()) is None
 
 
-@pytest.mark.parametrize("name", halved(["gato2", "gru", "lstm", "ur_lstm", "rnn"]))
+@pytest.mark.parametrize(
+    "name",
+    thinned(
+        [("gato2",), ("lstm",), ("gru",), ("ur_lstm",), ("rnn",)],
+        lambda name: name in ("gato2", "lstm", "gru"),
+        pytest.mark.long,
+    ),
+)
 def test_cells_are_as_theory_says(name):
     cell = rg.CELLS[name](16)
     expected = EXPECTED[family(cell)]

@@ -14,7 +14,7 @@ from recurrent_gates.backends import fused
 from recurrent_gates.backends.shared import halves, products, stepwise
 from recurrent_gates.declared import Weights
 from recurrent_gates.scan import Loop, Settings, Stream
-from tests.support import array, assert_close, halved, parameters, state, thinned, users_jit
+from tests.support import array, assert_close, parameters, state, thinned, users_jit
 from tests.test_fused import FEATURES, INPUTS, STEPS, build, outgrow_the_cache
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -138,15 +138,13 @@ def test_where_a_batch_has_halves(name, batch, features, changes, parts, monkeyp
 
 @pytest.mark.parametrize(
     ("name", "chunk", "around"),
-    halved(
-        thinned(
-            (
-                (*pair, around)
-                for pair in [("gru", "replayed"), ("ur_gru", "whole"), ("janet", "whole")]
-                for around in AROUND
-            ),
-            lambda name, chunk, around: name == "gru" or around in ("masks", "reverse"),
-        )
+    thinned(
+        (
+            (*pair, around)
+            for pair in [("gru", "replayed"), ("ur_gru", "whole"), ("janet", "whole")]
+            for around in AROUND
+        ),
+        lambda name, chunk, around: name == "gru" or around in ("masks", "reverse"),
     ),
 )
 def test_steps_that_project_their_inputs_are_the_scan(name, around, chunk, monkeypatch):

@@ -25,7 +25,7 @@ from recurrent_gates import target
 from recurrent_gates.backends import native
 from recurrent_gates.backends.native import backend
 from recurrent_gates.scan import Loop, Settings, Stream
-from tests.support import array, assert_close, assert_identical, halved, randomize, thinned
+from tests.support import array, assert_close, assert_identical, randomize, thinned
 
 TOLERANCE = 1e-5  # of float32 sums of a few hundred terms, beside float64
 CELLS = {
@@ -155,9 +155,7 @@ def everything(cell, backend, carry_fns=(), masks=(), **how):
     return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "how", "size"), halved(thinned(CASES, in_turn)), ids=map("-".join, CASES)
-)
+@pytest.mark.parametrize(("name", "how", "size"), thinned(CASES, in_turn), ids=map("-".join, CASES))
 def test_kernels_are_the_scan(name, how, size):
     cell, values = arrays(CELLS[name], size)
     actual = everything(cell, "native", **HOW[how])(*values)

@@ -15,10 +15,10 @@ from tests.support import (
     assert_identical,
     count_traces,
     dot,
-    halved,
     quick_jit,
     randomize,
     state,
+    thinned,
 )
 from tests.test_layers import BATCH, FEATURES, INPUTS, NAMES, STEPS, build
 
@@ -101,12 +101,14 @@ def test_a_cell_takes_the_steps_of_linens(name):
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    halved(
+    thinned(
         [
             *((name, dict()) for name in NAMES),
             ("lstm", dict(reverse=True, return_carry=True, remat=4)),
             ("gato2", dict(reverse=True, keep_order=True, time_major=True, unroll=2)),
-        ]
+        ],
+        lambda name, settings: settings or name not in ("lstm", "gato2"),
+        pytest.mark.long,
     ),
     ids=str,
 )

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import itertools
 import logging
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import pytest
 
 import recurrent_gates as rg
 from recurrent_gates.testing import check_cell
-from tests.support import array, assert_close, halved, parameters, quick_jit, randomize, state
+from tests.support import array, assert_close, parameters, quick_jit, randomize, state, thinned
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -151,8 +152,14 @@ def weighing():
     return cell, params, {"a": array(1, STEPS, BATCH, 2), "b": array(2, STEPS, BATCH, 3, 5)}
 
 
-@pytest.mark.parametrize("backend", ["fused", "newton", "pallas"])
-@pytest.mark.parametrize("remat", halved([None, 4]))
+@pytest.mark.parametrize(
+    ("backend", "remat"),
+    thinned(
+        itertools.product(["fused", "newton", "pallas"], [None, 4]),
+        lambda backend, remat: (backend == "fused") == (remat is None),
+        pytest.mark.long,
+    ),
+)
 def test_trees_run_under_every_backend(backend, remat):
     compare(*weighing(), backend, remat=remat, **MASKS)
 

@@ -23,7 +23,7 @@ from recurrent_gates.backends.pallas import loop as pallas_loop
 from recurrent_gates.backends.pallas import recurrence as pallas_recurrence
 from recurrent_gates.backends.pallas.body import in_kernel
 from recurrent_gates.backends.pallas.loop import OnGpu, time_loop
-from tests.support import TWINS, array, assert_close, halved, parameters, quick_jit, state, thinned
+from tests.support import TWINS, array, assert_close, parameters, quick_jit, state, thinned
 from tests.test_carry import OwnZoneout
 from tests.test_gato import Count, Doubled
 
@@ -79,11 +79,9 @@ GATES = [gate for gate in rg.GATES if gate not in TWINS]
 
 @pytest.mark.parametrize(
     ("family", "gate"),
-    halved(
-        thinned(
-            itertools.product(("lstm", "gru", "janet"), GATES),
-            lambda family, gate: family == "lstm" or gate in ("r", "om"),
-        )
+    thinned(
+        itertools.product(("lstm", "gru", "janet"), GATES),
+        lambda family, gate: family == "lstm" or gate in ("r", "om"),
     ),
 )
 def test_gates(family, gate):
@@ -111,7 +109,7 @@ CELLS = {
 }
 
 
-@pytest.mark.parametrize("name", halved(CELLS))
+@pytest.mark.parametrize("name", CELLS)
 def test_cells(name, monkeypatch):
     monkeypatch.setattr(pallas_loop, "MOST_STEPS", 2)  # 5 steps: two blocks and a rest
     compare(CELLS[name], return_carries="all")

@@ -20,7 +20,6 @@ from tests.support import (
     assert_identical,
     count_traces,
     dot,
-    halved,
     parameters,
     quick_jit,
     state,
@@ -289,9 +288,11 @@ def test_single_calls_are_one_unroll(name, backend, reverse):
 
 @pytest.mark.parametrize(
     ("name", "backend", "cut"),
-    halved(
+    thinned(
         [(*pair, 4) for pair in BACKENDS]
-        + [(*pair, cut) for pair in (("lstm", "scan"), ("gato", "fused")) for cut in (0, STEPS)]
+        + [(*pair, cut) for pair in (("lstm", "scan"), ("gato", "fused")) for cut in (0, STEPS)],
+        lambda name, backend, cut: (name, backend) in (("lstm", "scan"), ("gato", "fused")),
+        pytest.mark.long,
     ),
 )
 def test_two_windows_are_one(name, backend, cut):
@@ -543,7 +544,13 @@ SHARDED = [
 
 @pytest.mark.parametrize(
     ("backend", "name"),
-    thinned(SHARDED, lambda _, name: name in ("lstm", "ur_gru", "minlstm"), pytest.mark.long),
+    thinned(
+        SHARDED,
+        lambda backend, name: (
+            name in ("lstm", "ur_gru", "minlstm") or (backend, name) == ("newton", "gato1")
+        ),
+        pytest.mark.long,
+    ),
 )
 def test_shard_map_needs_no_carry(backend, name):
     cell = rg.CELLS[name](4, param_dtype=jnp.float64)

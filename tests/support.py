@@ -75,9 +75,16 @@ def array(seed, *shape, scale=1.0):
     return jnp.asarray(np.random.default_rng(seed).normal(0.0, scale, shape))
 
 
-def thinned(cases, chosen, rest=pytest.mark.full):
-    """A test's cases; those that ``chosen(*case)`` leaves out have the mark ``rest``."""
-    return [pytest.param(*case, marks=() if chosen(*case) else (rest,)) for case in cases]
+def thinned(cases, chosen, rest=pytest.mark.full, long=lambda *case: False):
+    """A test's cases; those that ``chosen(*case)`` leaves out have the mark ``rest``, and of the
+    others those of ``long(*case)`` have the mark ``long``."""
+
+    def marks(case):
+        if not chosen(*case):
+            return (rest,)
+        return (pytest.mark.long,) if long(*case) else ()
+
+    return [pytest.param(*case, marks=marks(case)) for case in cases]
 
 
 def fuzzed(test):

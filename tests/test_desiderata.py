@@ -161,6 +161,7 @@ def test_states_have_their_size():
     np.testing.assert_allclose([results[1].value, results[3].value], [100, 10], rtol=1e-5)
 
 
+@pytest.mark.long
 def test_a_foreign_cell():
     cell = rg.FlaxCell(nn.SimpleCell(4))
     how = reading(cell)

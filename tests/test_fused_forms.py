@@ -145,6 +145,9 @@ def test_where_a_batch_has_halves(name, batch, features, changes, parts, monkeyp
             for around in AROUND
         ),
         lambda name, chunk, around: name == "gru" or around in ("masks", "reverse"),
+        long=lambda name, chunk, around: (
+            around in ("nothing", "noise by example") or (around == "reverse" and name != "gru")
+        ),
     ),
 )
 def test_steps_that_project_their_inputs_are_the_scan(name, around, chunk, monkeypatch):

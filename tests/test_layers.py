@@ -17,6 +17,7 @@ from tests.support import (
     quick_jit,
     randomize,
     state,
+    thinned,
 )
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -83,7 +84,9 @@ def unroll(cell, params, xs, **how):
 # In the place of nn.RNN.
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", thinned([(name,) for name in NAMES], ("lstm", "gato2").__contains__, pytest.mark.long)
+)
 def test_rnn_starts_as_flaxs_rnn(name):
     """The same parameters from the same key."""
     x = array(8, BATCH, STEPS, INPUTS)

@@ -158,7 +158,7 @@ def test_gato_with_another_gate(gate):
     assert cell.diagonal == (rg.GATES[gate].activation != "cumax")
 
 
-@pytest.mark.parametrize("name", ["ur_gato", "or_gato"])
+@pytest.mark.parametrize("name", ["ur_gato", pytest.param("or_gato", marks=pytest.mark.long)])
 def test_gato_with_another_gate_is_one_under_all_backends(name):
     """With its kernels interpreted: cumax looks at all units, so units are not a kernel's lanes."""
     cell = rg.CELLS[name](8, hidden=2, param_dtype=jnp.float64)

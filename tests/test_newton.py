@@ -157,7 +157,7 @@ def compare(cell, how, around=lambda run: run, lanes=(), tolerance=1e-10):
     thinned(
         CASES,
         lambda name, how: (
-            (name == "gato1" and how in ("plain", "detach", "damp", "lengths"))
+            (name == "gato1" and how in ("plain", "detach"))
             or (name, how) == ("gato2", "zoneout")
             or name in ("own", "linear")
         ),

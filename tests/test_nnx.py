@@ -191,6 +191,7 @@ def test_a_foreign_cell_and_a_cell_of_bare_parameters():
         assert_identical(rg.nnx.to_linen(module), moved)
 
 
+@pytest.mark.long
 def test_the_output_of_a_stack_is_linens():
     cells = build("lstm"), rg.JANET(6, param_dtype=jnp.float64), build("ur_gru")
     x = array(8, BATCH, STEPS, INPUTS)

@@ -82,6 +82,9 @@ GATES = [gate for gate in rg.GATES if gate not in TWINS]
     thinned(
         itertools.product(("lstm", "gru", "janet"), GATES),
         lambda family, gate: family == "lstm" or gate in ("r", "om"),
+        long=lambda family, gate: (
+            gate in ("u", "r", "or") if family == "lstm" else (family, gate) == ("janet", "om")
+        ),
     ),
 )
 def test_gates(family, gate):

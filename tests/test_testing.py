@@ -180,6 +180,7 @@ def test_the_ablations_of_gato_conform(s_update):
     check_cell(rg.CELLS["gato1"](4, s_update=s_update))
 
 
+@pytest.mark.long
 def test_units_that_mix_are_no_breach_where_nothing_is_promised():
     check_cell(promising(recur=mixes_units, diagonal=False))
 

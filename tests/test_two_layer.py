@@ -59,7 +59,7 @@ def pull(form):
 
 @FORMS
 @pytest.mark.parametrize(
-    "rows", thinned([(1,), (15,), (16,), (97,), (200,)], (1, 16, 97).__contains__, pytest.mark.long)
+    "rows", thinned([(1,), (15,), (16,), (97,), (200,)], (1, 97).__contains__, pytest.mark.long)
 )
 @pytest.mark.parametrize("features", [1, 4])
 def test_value_and_gradients(form, rows, features, monkeypatch):

@@ -193,7 +193,7 @@ def by_hand(params, words, state, detached, detach_query):
     return jnp.stack(outputs), jnp.stack(looks)
 
 
-@pytest.mark.parametrize("detach_query", [False, True])
+@pytest.mark.parametrize("detach_query", [pytest.param(False, marks=pytest.mark.long), True])
 def test_attention_and_h_detach_by_hand(detach_query):
     """Values, and the gradients of both paths of h: through the cell alone, or both, cut off."""
     outer, params, words, carry = attending()
@@ -326,6 +326,7 @@ def test_a_beam_scores_at_least_what_is_greedy(learner):
     assert (wide >= score(learner.task) - 1e-4).all()
 
 
+@pytest.mark.long
 def test_a_blind_decoder_sees_nothing():
     made = Learner(config(blind=True))
     made.load()

@@ -228,6 +228,7 @@ def plain_resnet(weights, image, blocks):
     return x.reshape(len(x), -1).T
 
 
+@pytest.mark.long
 def test_a_small_resnet_is_plain_numpy(tmp_path):
     blocks = (2, 1, 1, 1)
     weights = random_weights(tmp_path / "w.safetensors", blocks)

@@ -224,6 +224,7 @@ def test_a_run_without_gates(trained, tmp_path, capsys):
     assert set(pictures(tmp_path)) == {"gradient_paths.png"}
 
 
+@pytest.mark.long
 def test_runs_that_cannot_be_measured(trained, tmp_path, monkeypatch):
     layers = tiny(layers=2)
     finished = runs.Finished(layers, Learner(layers), None, {})

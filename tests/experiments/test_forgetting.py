@@ -224,6 +224,7 @@ def test_a_study(studied, drawn, capsys):
     np.testing.assert_array_equal(line.get_ydata(), [0.25, 0.5, 0.75, 1])
 
 
+@pytest.mark.long
 def test_infinite_timescales_are_drawn_and_written(studied, trained, tmp_path, monkeypatch, drawn):
     report = {"mse": [0.5, None], "before": [[np.inf] * 4] * 2, "after": [[np.inf] * 4, []]}
     monkeypatch.setattr(study, "report", lambda finished: report)

@@ -68,6 +68,7 @@ def test_training_changes_every_parameter(cell):
 frozen_ur_lstm = functools.partial(CELLS["ur_lstm"], bias_mode="frozen")
 
 
+@pytest.mark.long
 def test_a_frozen_gate_bias_does_not_decay():
     settings = {"cell": f"{__name__}:frozen_ur_lstm", "optimizer": "adamw", "weight_decay": 0.1}
     before = jax.device_get(prepared(**settings).initial().params)["recurrent"]["cell"]
@@ -202,6 +203,7 @@ def test_damping_scales_the_gradient_through_h():
     assert_is_the_gradient(descended(tiny(cell="lstm", detach_prob=1.0)), slope, 1.0)
 
 
+@pytest.mark.long
 def test_detaching_can_end_before_training_does():
     ending = {"cell": "gru", "detach_prob": 1.0, "detach_off_steps": 2}
     always, never = {"cell": "gru", "detach_prob": 1.0}, {"cell": "gru"}

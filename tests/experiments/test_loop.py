@@ -120,6 +120,7 @@ def test_training_loss_is_the_mean_since_the_last_evaluation(tmp_path):
     np.testing.assert_allclose(means, np.reshape(losses, (2, 2)).mean(axis=1), rtol=1e-6)
 
 
+@pytest.mark.long
 def test_a_diverged_lane_stops_no_other(tmp_path, shown, capsys):
     bad, good = tmp_path / "bad", tmp_path / "good"
     summary = loop.run(tiny(learning_rates=(1e-3, 1e30), steps=6), bad)

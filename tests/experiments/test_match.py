@@ -98,6 +98,7 @@ def test_a_window_replayed_is_the_window_played(cell):
     assert ends == 2 * 8
 
 
+@pytest.mark.long
 def test_what_is_seen_is_what_was_done_before():
     previous = None
     for window in windows(4, window=5):

@@ -52,6 +52,7 @@ def drawn_stays():
     return np.asarray(inputs), np.asarray(long_stay)
 
 
+@pytest.mark.long
 def test_log_odds_are_those_of_two_gaussians(drawn_stays):
     """By the densities, with the whole covariance of what was measured."""
     inputs = drawn_stays[0][:, :40]

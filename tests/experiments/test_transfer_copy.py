@@ -106,9 +106,9 @@ def test_few_examples_at_a_time_have_the_same_score(finished, monkeypatch):
     assert measured[0] == pytest.approx(by_hand(finished["plain"], 0, 9), abs=1e-6)
 
 
-def test_fresh_sequences_are_scored_and_not_those_that_chose_the_parameters(finished):
+def test_fresh_sequences_are_scored_and_not_those_that_chose_the_parameters():
     """5,000 at every delay, uniform, the same for all runs; the published code draws as many."""
-    plain, other = finished["plain"].config, finished["detached"].config
+    plain, other = tiny(steps=4), tiny(detach_prob=0.25, seeds=2)
     held_out = np.asarray(plain.task.load()["tokens"])
     fresh = [
         np.asarray(study._at_delay(config, delay).task.load()["tokens"])

@@ -561,9 +561,7 @@ SHARDED = [
     ("backend", "name"),
     thinned(
         SHARDED,
-        lambda backend, name: (
-            name in ("lstm", "ur_gru", "minlstm") or (backend, name) == ("newton", "gato1")
-        ),
+        lambda backend, name: name in ("lstm", "ur_gru", "minlstm"),
         pytest.mark.long,
     ),
 )

@@ -241,6 +241,7 @@ def test_a_run_that_does_not_detach_does_without_the_flags_of_detaching(argv, ca
     assert [tuple(one[name] for name in names) for one in settings] == carry
 
 
+@pytest.mark.long
 def test_where_the_results_go(copies, monkeypatch, tmp_path):
     trained, evaluated = [], []
     monkeypatch.setattr(study, "run", lambda *arguments: trained.append(arguments))

@@ -1,5 +1,6 @@
 """Linear recurrences against their papers in NumPy, and the parallel backend against the scan."""
 
+import functools
 import logging
 
 import jax
@@ -269,6 +270,36 @@ def test_gradients_match_finite_differences(blocks):
     params, xs = parameters(cell, INPUTS), array(8, 50, 1, INPUTS)
     run = jax.jit(lambda params, xs: rg.unroll(cell, params, xs, backend="parallel")[1])
     check_grads(run, (params, xs), order=1, modes=("rev",), eps=1e-6, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "fn"), [("mingru", None), ("lru", None), ("ur_rg_lru", rg.Damp(0.3))]
+)
+def test_second_derivatives_are_the_scans_or_refused(name, fn, blocks):
+    """Of a penalty on the gradients of parameters, inputs and carry, where a_t depends on both."""
+    cell = build(name)
+    operands = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS), state(cell, (BATCH,))
+    how = dict(resets=masks(1, 0.1, STEPS, BATCH), valid=masks(2, 0.9, STEPS, BATCH))
+    if fn:
+        how |= dict(carry_fns=(fn,))
+    elif name == "mingru":  # in evaluation it does nothing
+        how |= dict(carry_fns=(rg.Detach(0.3),), deterministic=True)
+
+    def penalty(backend, *operands):
+        def loss(*operands):
+            return jnp.sum(jnp.sin(rg.unroll(cell, *operands, backend=backend, **how)[1]))
+
+        gradients = jax.grad(loss, (0, 1, 2))(*operands)
+        return sum(jnp.sum(jnp.sin(3 * leaf)) for leaf in jax.tree.leaves(gradients))
+
+    def second(backend):
+        return quick_jit(jax.grad(functools.partial(penalty, backend), (0, 1, 2)))(*operands)
+
+    if fn:
+        with pytest.raises(ValueError, match="first derivatives alone where a carry function acts"):
+            second("parallel")
+    else:
+        assert_close(second("parallel"), second("scan"))
 
 
 def test_a_reset_stops_what_is_not_finite(blocks):

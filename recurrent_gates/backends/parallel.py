@@ -8,7 +8,8 @@ is wide enough to keep the machine busy, and on a CPU always, there is one block
 loop over nothing but a multiplication and an addition.
 
 Masks, resets and carry functions leave a step linear: they enter a and b. The backward pass is a
-linear recurrence in reverse, c_{t-1} = a_t^T (c_t + y_t), solved in the same way.
+linear recurrence in reverse, c_{t-1} = a_t^T (c_t + y_t), solved in the same way. An a that is
+exactly 0 is taken for that of a reset: the derivative of the backward pass by it is 0, too.
 
 A unit may have several fields (the LRU has a real and an imaginary part): then a is a small matrix
 for each unit, and everything here is a tuple over fields, or a tuple of such tuples.
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 
 from recurrent_gates import target
 from recurrent_gates.backends.shared.rows import projected
-from recurrent_gates.carry import Zoneout, get_field
+from recurrent_gates.carry import CarryFn, Detach, Zoneout, get_field
 from recurrent_gates.declared import Carry
 from recurrent_gates.scan import Loop, Segment, Stream, kept, with_zeros
 from recurrent_gates.shapes import expand
@@ -89,8 +90,8 @@ def segment(loop: Loop) -> Segment:
     back, offsets = _coefficients(loop, z)
     slopes = back if _acting(loop) is loop else _coefficients(_acting(loop), z)[0]
     leaves, structure = jax.tree.flatten(loop.carry)
-    traversal = _Traversal(settings.reverse, settings.unroll)
-    run = _Run(slopes, jax.lax.stop_gradient(back), offsets, tuple(leaves), loop.stream.resets)
+    traversal = _Traversal(settings.reverse, settings.unroll, once=slopes is not back)
+    run = _Run(slopes, back, offsets, tuple(leaves), loop.stream.resets)
     last, values = _recurrence(traversal, run)
     carries = jax.tree.unflatten(structure, values)
     ys = with_zeros(loop.stream.valid, cell.emit(loop.params, carries, z))
@@ -100,13 +101,17 @@ def segment(loop: Loop) -> Segment:
 
 
 def _acting(loop: Loop) -> Loop:
-    """The loop with those carry functions alone that change values."""
+    """The loop without those carry functions that act on gradients alone."""
     pairs = zip(loop.carry_fns, loop.stream.noise, strict=True)
-    acting = [(fn, noise) for fn, noise in pairs if fn.changes_values]
+    acting = [(fn, noise) for fn, noise in pairs if fn.changes_values or _is_idle(fn, noise)]
     if len(acting) == len(loop.carry_fns):
         return loop
     stream = loop.stream._replace(noise=tuple(noise for _, noise in acting))
     return loop.replace(carry_fns=tuple(fn for fn, _ in acting), stream=stream)
+
+
+def _is_idle(fn: CarryFn, noise: Any) -> bool:
+    return type(fn) is Detach and noise is None  # in evaluation
 
 
 def _coefficients(loop: Loop, z: Any) -> tuple[Matrix, Vector]:
@@ -135,10 +140,12 @@ def _coefficients(loop: Loop, z: Any) -> tuple[Matrix, Vector]:
 
 
 class _Traversal(NamedTuple):
-    """The static side: whether time runs backwards, and the steps per iteration of a loop."""
+    """The static side: whether time runs backwards, the steps per iteration of a loop, and whether
+    a gradient can be taken but once."""
 
     reverse: bool
     unroll: int
+    once: bool
 
 
 class _Run(NamedTuple):
@@ -146,17 +153,32 @@ class _Run(NamedTuple):
 
     Attributes:
       slopes: a.
-      back: a as the gradient takes it; it differs where a carry function acts on gradients.
+      back: a as the gradient takes it; it differs where a carry function acts on gradients. No
+        value depends on it: its cotangent is None.
       offsets: b.
       start: h before the first step.
       resets: the steps whose a is 0 because nothing is read, or None.
     """
 
     slopes: Matrix
-    back: Matrix
+    back: Matrix | None
     offsets: Vector
     start: Vector
     resets: jax.Array | None
+
+
+@jax.custom_jvp
+def _once(tree: Any) -> Any:
+    """Of a gradient on which carry functions act: what the step read is not kept as it read it."""
+    return tree
+
+
+@_once.defjvp
+def _second_derivatives(*_: Any) -> Any:
+    raise ValueError(
+        "The parallel backend serves first derivatives alone where a carry function acts on "
+        "gradients. Use backend='scan'."
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -168,6 +190,8 @@ def _recurrence(traversal: _Traversal, run: _Run) -> tuple[Vector, Vector]:
 def _forward(traversal: _Traversal, run: _Run) -> tuple[tuple[Vector, Vector], Any]:
     last, values = _recurrence(traversal, run)
     values = kept(values)
+    if traversal.once:
+        last, values = _once((last, values))
     return (last, values), (run.back, values, run.start, run.resets)
 
 
@@ -181,9 +205,10 @@ def _backward(
     before = _shifted(start, values, traversal.reverse)
     if resets is not None:  # what a reset does not read may be NaN
         before = tuple(jnp.where(expand(resets, h), jnp.zeros_like(h), h) for h in before)
+    if traversal.once:
+        d_new, d_start = _once((d_new, d_start))
     d_slopes = tuple(tuple(d * h for h in before) for d in d_new)
-    none = jax.tree.map(jnp.zeros_like, back)
-    return (_Run(d_slopes, none, d_new, d_start, None),)
+    return (_Run(d_slopes, None, d_new, d_start, None),)
 
 
 def _shifted(start: Vector, values: Vector, reverse: bool) -> Vector:

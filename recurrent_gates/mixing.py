@@ -29,6 +29,10 @@ class _Bounded(CarryFn):
 
     cell: Any = struct.field(pytree_node=False, default=None)
 
+    @property
+    def elementwise(self) -> bool:
+        return True
+
     def after(self, noise_t: Noise, prev: Any, new: Any) -> Any:
         del noise_t, prev
         value = get_field(new, self.field)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 
 import recurrent_gates as rg
 from recurrent_gates.backends import fused
@@ -515,6 +516,27 @@ def test_a_carry_function_of_ones_own():
     compare(build("lstm"), dict(carry_fns=(Scale(p=0.5, added=0.1),), noise=(None,)))
 
 
+@struct.dataclass
+class Leak(rg.CarryFn):
+    """h reads c, after it was detached."""
+
+    def before(self, noise_t, carry):
+        return carry._replace(h=carry.h + self.p * carry.c)
+
+
+def test_what_makes_a_detached_field_anew_has_its_gradient():
+    functions = (rg.Detach(p=0.5), Leak(p=0.25))
+    compare(build("lstm"), dict(carry_fns=functions, noise=(array(3, STEPS) > -0.5, None)))
+
+
+@struct.dataclass
+class Everywhere(rg.CarryFn):
+    """Acts on every field, whichever it names."""
+
+    def after(self, noise_t, prev, new):
+        return jax.tree.map(lambda leaf: self.p * leaf, new)
+
+
 @pytest.mark.parametrize("family", ["lstm", "gato2"])
 def test_p_has_the_same_gradient_everywhere(family):
     """p is a leaf: the mean form of zoneout is differentiable in it, on both backends or on
@@ -541,8 +563,9 @@ def test_p_has_the_same_gradient_everywhere(family):
         (lambda: rg.FlaxCell(nn.LSTMCell(FEATURES)), ()),
         (lambda: rg.GATO(FEATURES, f=Count(), g=StoreAtCount()), ()),
         (lambda: rg.CELLS["gato1"](FEATURES), (rg.Damp(p=0.5, field=0),)),
+        (lambda: rg.CELLS["gato1"](FEATURES), (Everywhere(p=0.5, field="r"),)),
     ],
-    ids=["foreign", "maps of one's own", "field by index"],
+    ids=["foreign", "maps of one's own", "field by index", "a function of sums as well"],
 )
 def test_what_fused_does_not_serve_is_refused_in_one_sentence(make, fns, x32):
     cell = make()

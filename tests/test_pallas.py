@@ -322,12 +322,9 @@ class Normalised(rg.Damp):
         return new._replace(s=field / (1 + jnp.sum(field**2, axis=-1, keepdims=True)))
 
 
-@pytest.mark.parametrize("what", ["map", "carry function"])
-def test_units_that_are_not_alike_stay_in_one_program_on_a_gpu(what, as_on_a_gpu, monkeypatch):
+def test_units_that_are_not_alike_stay_in_one_program_on_a_gpu(as_on_a_gpu, monkeypatch):
     monkeypatch.setattr(pallas_loop, "GPU_UNITS", 1)
-    f = Places() if what == "map" else rg.GatedDecay()
-    how = {} if what == "map" else dict(carry_fns=[Normalised(0.3, field="s")])
-    compare(rg.GATO(FEATURES, f=f, g=rg.OneLayer(), **F64), **how)
+    compare(rg.GATO(FEATURES, f=Places(), g=rg.OneLayer(), **F64))
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -496,7 +493,7 @@ def test_what_no_kernel_serves_is_refused(x32):
         rg.LSTM(6, heads=2, activation=jax.nn.softmax),
     ):
         assert "one head at a time" in refusal(cell)
-    assert "one head at a time" in refusal(rg.LSTM(6, heads=2), carry_fns=[Normalised(0.3)])
+    assert "may mix examples" in refusal(rg.LSTM(6), carry_fns=[Normalised(0.3)])
 
 
 @pytest.mark.parametrize("backend", ["scan", "fused", "pallas"])
@@ -528,7 +525,7 @@ def test_what_a_chip_cannot_hold_is_refused_there(monkeypatch, x32):
 @pytest.mark.parametrize(
     ("cell", "dtype"),
     [
-        (rg.LSTM(4), jnp.float64),
+        (rg.GATO(4), jnp.float64),
         (rg.LSTM(4, dtype=jnp.float32, param_dtype=jnp.float64), jnp.float32),  # its carry
         (rg.LSTM(4, param_dtype=jnp.float64), jnp.float32),
     ],

@@ -76,6 +76,8 @@ def unsupported(loop: Loop) -> str | None:
         return f"{type(cell).__name__} with these settings does not declare recurrent products."
     for fn in loop.carry_fns:
         get_field(loop.carry, fn.field)  # an unknown field is an error under any backend
+        if cell.sums is not None and not fn.elementwise:
+            return f"{type(fn).__name__} may read or change sums, which are formed after the loop."
     return unnamed_field(loop)
 
 

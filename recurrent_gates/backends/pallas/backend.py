@@ -76,20 +76,20 @@ def unsupported(loop: Loop) -> str | None:
             fits = leaf.ndim == 1 or leaf.shape[1 : len(batch) + 1] == batch
             if not fits or leaf.ndim > len(batch) + 2:
                 return f"the noise of {type(fn).__name__} is not by step, example and unit."
+        if not fn.elementwise:
+            return f"{type(fn).__name__} may mix examples, of which a kernel holds some at a time."
     weights = jax.eval_shape(functools.partial(recurrent_weights, declared(cell)), loop.params)
     heads = heads_of(weights)
-    if heads > 1 and not _by_head(cell, heads, carry_fns):
+    if heads > 1 and not _by_head(cell, heads):
         return (
-            "its kernels hold one head at a time, where gates and carry functions act on each "
-            "unit by itself, and heads of a uniform gate have at least 3 units."
+            "its kernels hold one head at a time, where gates act on each unit by itself, and "
+            "heads of a uniform gate have at least 3 units."
         )
     return _does_not_fit(loop, target.platform(), heads)
 
 
-def _by_head(cell: Cell, heads: int, carry_fns: tuple[CarryFn, ...]) -> bool:
+def _by_head(cell: Cell, heads: int) -> bool:
     """Whether nothing but the products joins units, so that a head's step is that of a cell."""
-    if not all(fn.elementwise for fn in carry_fns):
-        return False
     if type(cell) is SLSTM:
         return True
     if not isinstance(cell, LSTM | GRU) or type(cell) not in (LSTM, GRU, JANET):
@@ -212,13 +212,12 @@ def _flat_mask(a: jax.Array, batch: list[int]) -> jax.Array:
 # Fields that only accumulate.
 
 
-def _units_alike(cell: Cell, carry_fns: tuple[CarryFn, ...]) -> tuple[bool, bool]:
+def _units_alike(cell: Cell) -> tuple[bool, bool]:
     """Whether units are independent and alike in the step, and in the sums.
 
     More than ``diagonal`` says, by which a map may yet use a unit's place; so of our own alone.
     """
-    alike = all(fn.elementwise for fn in carry_fns)
-    if type(cell) is not GATO or not alike:
+    if type(cell) is not GATO:
         return False, False
     return type(cell.f) is GatedDecay and cell.f.diagonal, True
 
@@ -227,7 +226,7 @@ def _accumulating(loop: Loop, z: Any) -> tuple[Carry, Carry]:
     """The last carry and those of all steps: first what feeds back, then increments, then sums."""
     cell = loop.settings.cell
     assert cell.sums is not None
-    step_alike, sum_alike = _units_alike(cell, loop.carry_fns)
+    step_alike, sum_alike = _units_alike(cell)
     last, looped = recurrence(step_alike, product_loop(feeding(loop), z))
     before = read_by_increments(feeding(loop), looped)
     if two_layer.is_two_layer(cell):

@@ -348,6 +348,8 @@ def _through_reads(loop: Loop, moment: Moment, d_read: list[jax.Array]) -> tuple
 
 def _detached(loop: Loop, moment: Moment, leaves: set[int]) -> jax.Array | None:
     """Whether all these leaves are detached for the whole batch; None if that cannot be."""
+    if not all(fn.elementwise for fn in loop.carry_fns):
+        return None  # such a function may make a leaf that is detached from another one
     leaf_numbers = range(len(jax.tree.leaves(moment.prev)))
     numbered = jax.tree.unflatten(jax.tree.structure(moment.prev), leaf_numbers)
     masks: dict[int, jax.Array] = {}

@@ -440,7 +440,7 @@ def one_array(x: Any) -> None:
 
 
 def lengths(value: Any, steps: int, batch_shape: tuple[int, ...]) -> jax.Array:
-    """Lengths ``[*batch]``, whole numbers from 0 to T where their values are known."""
+    """Lengths int32 ``[*batch]``, from 0 to T where their values are known."""
     value = jnp.asarray(value)
     if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != batch_shape:
         raise ValueError(
@@ -451,7 +451,7 @@ def lengths(value: Any, steps: int, batch_shape: tuple[int, ...]) -> jax.Array:
     if known is not None and known.size and not 0 <= known.min() <= known.max() <= steps:
         wrong = known[(known < 0) | (known > steps)][0]
         raise ValueError(f"lengths must be from 0 to T = {steps}, got {wrong}.")
-    return value
+    return value.astype(jnp.int32)  # in a narrower dtype the numbers of steps would wrap around
 
 
 def mask(name: str, value: Any, steps: int, batch_shape: tuple[int, ...]) -> jax.Array | None:

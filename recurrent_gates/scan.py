@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
@@ -293,14 +294,14 @@ def unroll(
     """
     checks.cell("unroll", cell, Cell)
     checks.sequence(xs)
+    params, xs = _of_jax(params), _of_jax(xs)
     shape = sequence_shape(cell, params, xs, reset_carry if carry is None else carry)
     initial = cell.initial(shape[1:])
     carry = initial if carry is None else checks.carry("carry", carry, initial)
-    if reset_carry is None:
-        reset_carry = initial
-    else:
+    if reset_carry is not None:
         reset_carry = checks.carry("reset_carry", reset_carry, initial)
     checks.params(cell, params, xs.shape[-1] if checks.is_array(xs) else None)
+    _check_width(cell, params, xs, carry)
     reverse = checks.flag("reverse", reverse)
     deterministic = checks.flag("deterministic", deterministic)
     if return_carries not in ("last", "all"):
@@ -327,7 +328,8 @@ def unroll(
     keep = return_carries == "all"
     settings = Settings(cell, len(shape) - 1, reverse, unroll, keep, by_lengths=by_lengths)
     stream = Stream(valid, resets, noise)
-    loop = all_varying(Loop(settings, params, xs, carry, reset_carry, carry_fns, stream))
+    anew = initial if reset_carry is None else reset_carry
+    loop = all_varying(Loop(settings, params, xs, carry, anew, carry_fns, stream))
     out = _run(loop, _backend(backend), remat, empty=0 in shape)
     return (out.carries if keep else out.carry), out.ys
 
@@ -529,6 +531,40 @@ def _takes(cell: Cell, params: Params, xs: Any, carry: Carry) -> bool:
     return before == after
 
 
+def _of_jax(tree: Any) -> Any:
+    """A tree with arrays of NumPy's numbers as arrays of JAX's, in the dtypes that JAX has."""
+
+    def is_numpys(leaf: Any) -> bool:
+        return isinstance(leaf, np.ndarray) and jnp.issubdtype(leaf.dtype, np.number)
+
+    if not any(map(is_numpys, jax.tree.leaves(tree))):
+        return tree
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_numpys(leaf) else leaf, tree)
+
+
+def _check_width(cell: Cell, params: Params, xs: Any, carry: Carry) -> None:
+    """Raises ``ValueError`` where float64 beside a narrower carry would widen it at each step."""
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(xs)]
+    if (own := getattr(cell, "dtype", None)) is not None:
+        dtypes.append(jnp.dtype(own))
+    narrow = any(leaf.dtype != np.float64 for leaf in jax.tree.leaves(carry))
+    if not narrow or all(dtype != np.float64 for dtype in dtypes):
+        return
+
+    def step(carry: Carry, x: Any) -> Carry:
+        return cell.step(params, carry, cell.project(params, x))
+
+    x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
+    new = jax.eval_shape(step, carry, x)
+    for before, after in zip(jax.tree.leaves(carry), jax.tree.leaves(new), strict=False):
+        if before.dtype != after.dtype:
+            raise ValueError(
+                f"float64 makes the carry of {type(cell).__name__} {after.dtype}, and it starts as "
+                f"{before.dtype}: give param_dtype=jnp.float64 and parameters of that dtype, or "
+                f"inputs and dtype of {before.dtype}."
+            )
+
+
 def _resolve_valid(
     lengths: jax.Array | None, valid: jax.Array | None, shape: tuple[int, ...]
 ) -> jax.Array | None:
@@ -539,5 +575,5 @@ def _resolve_valid(
     if valid is not None:
         raise ValueError("Give lengths or valid, not both: lengths is short for a valid mask.")
     lengths = checks.lengths(lengths, steps, shape[1:])
-    time = jnp.arange(steps, dtype=lengths.dtype)
+    time = jnp.arange(steps, dtype=jnp.int32)
     return time.reshape(steps, *(1,) * len(batch)) < lengths[None]

@@ -191,6 +191,16 @@ def test_a_layer_adds_a_second_bias_where_there_is_one(vectors):
     assert_identical(ys, unroll(cell, params, xs)[1])
 
 
+@pytest.mark.parametrize(("dtype", "steps"), [(np.uint32, STEPS), (np.int8, 200)])
+def test_lengths_of_any_dtype_turn_outputs_around(dtype, steps):
+    model, x = rg.RNN(build("lstm"), reverse=True), array(8, BATCH, steps, INPUTS)
+    lengths = np.array([0, 2, 5])
+    given = variables(model, x)
+    expected = apply(model, given, x, seq_lengths=lengths.astype(np.int32))
+    assert_identical(apply(model, given, x, seq_lengths=lengths.astype(dtype)), expected)
+    assert not np.any(np.asarray(expected)[np.arange(steps) >= lengths[:, None]])
+
+
 def test_call_arguments_override_attributes():
     cell, x = build("lstm"), array(8, BATCH, STEPS, INPUTS)
     plain, turned = (

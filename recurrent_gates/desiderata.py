@@ -472,12 +472,16 @@ def _reading_sizes(
     """Criteria 2-4: sup |gamma|, sup |gamma'| and mean |gamma'| at every size of the state."""
     carry_key, x_key = jax.random.split(key)
     others = _random_carry(cell, carry_key, (_STATES,))
-    directions = get_field(others, how.remembered)
+    remembered = get_field(others, how.remembered)
+    directions = remembered.reshape(_STATES, -1)
     norm = jnp.sqrt(jnp.mean(directions**2, axis=-1, keepdims=True))
     directions = directions / norm
     z = cell.project(params, jax.random.normal(x_key, (_STATES, in_features)))
     gamma = how.gamma
-    read = gamma if gamma is not None else _through_emit(cell, how, params, others, z)
+    whole = gamma if gamma is not None else _through_emit(cell, how, params, others, z)
+
+    def read(state: jax.Array) -> jax.Array:
+        return whole(state.reshape(remembered.shape)).reshape(_STATES, -1)
 
     def sizes(scale: jax.Array) -> tuple[jax.Array, ...]:
         state = directions * scale.astype(directions.dtype)

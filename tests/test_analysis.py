@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.flatten_util import ravel_pytree
 
 import recurrent_gates as rg
 from recurrent_gates import analysis, gate_theory
@@ -241,6 +242,38 @@ def test_fields_of_any_carry():
     assert_identical(state_jacobians(steps).matrix[-1], 24.0 * np.eye(2))
     with pytest.raises(ValueError, match="NamedTuple, a tuple or an array"):
         analysis.field_names({"h": jnp.ones(1)})
+
+
+@pytest.mark.parametrize("name", ["lstm", "rmc"])
+def test_gates_over_valid_steps_are_those_of_the_sequences_without_the_others(name):
+    sizes = dict(memory_slots=3) if name == "rmc" else {}
+    cell = rg.CELLS[name](6, param_dtype=jnp.float64, **sizes)
+    params, xs = parameters(cell, D), array(5, T, 2, D)
+    valid = jnp.ones((T, 2), bool).at[:2, 0].set(False)
+    padded = jnp.where(valid[..., None], xs, jnp.nan)
+    means = analysis.gate_means(gate_activations(cell, params, padded, valid=valid), valid)
+    each = [gate_activations(cell, params, x[:, None]) for x in (xs[2:, 0], xs[:, 1])]
+    for gate, mean in means.items():
+        both = np.concatenate([np.asarray(one[gate])[:, 0] for one in each])
+        assert_close(mean, both.mean(axis=tuple(range(both.ndim - 1))))
+
+
+@pytest.mark.parametrize("name", ["rmc", "dnc"])
+def test_jacobians_of_a_memory_are_those_of_all_its_numbers(name):
+    """Slots that read each other; by reverse mode through the whole carry."""
+    sizes = dict(memory_slots=3) if name == "rmc" else dict(memory_slots=3, word_size=2)
+    cell = rg.CELLS[name](6, param_dtype=jnp.float64, **sizes)
+    params, xs = parameters(cell, D), array(5, 2, B, D)
+    run = trajectory(cell, params, xs)
+    steps = step_jacobians(cell, params, xs)
+    before, z = jax.tree.map(lambda leaf: leaf[1, 0], (run.before, run.z))
+    start, unflatten = ravel_pytree(before)
+    step = lambda x: ravel_pytree(cell.step(params, unflatten(x), z))[0]  # noqa: E731
+    assert steps.matrix.shape == (2, B, start.size, start.size)
+    assert_close(steps.matrix[1, 0], quick_jit(jax.jacrev(step))(start))
+    for field, largest in largest_state(cell, params, xs).items():
+        values = np.abs(np.asarray(getattr(run.after, field)))
+        np.testing.assert_array_equal(largest[1:], values.reshape(2, B, -1).max(axis=-1))
 
 
 def test_a_foreign_cell():

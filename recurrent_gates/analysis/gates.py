@@ -10,11 +10,17 @@ import jax.numpy as jnp
 
 from recurrent_gates.analysis.trajectories import carry_dtype, trajectory
 from recurrent_gates.base import Carry, Cell, Params
+from recurrent_gates.shapes import expand
 
 
 @functools.partial(jax.jit, static_argnames="cell")
 def gate_activations(
-    cell: Cell, params: Params, xs: jax.Array, carry: Carry | None = None
+    cell: Cell,
+    params: Params,
+    xs: jax.Array,
+    carry: Carry | None = None,
+    *,
+    valid: jax.Array | None = None,
 ) -> dict[str, jax.Array]:
     """Every gate over time and batch.
 
@@ -23,24 +29,33 @@ def gate_activations(
       params: its parameters.
       xs: inputs ``[T, *batch, D]``.
       carry: the carry before the first step; default ``cell.initial(batch)``.
+      valid: bool ``[T, *batch]``, as ``unroll`` takes it; of other steps the gates mean nothing.
 
     Returns:
       ``{gate: [T, *batch, F]}``, empty for a cell that names no gates.
     """
-    run = trajectory(cell, params, xs, carry)
+    run = trajectory(cell, params, xs, carry, valid=valid)
     return cell.gates(params, run.before, run.z)
 
 
-def gate_means(gates: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def gate_means(
+    gates: Mapping[str, jax.Array], valid: jax.Array | None = None
+) -> dict[str, jax.Array]:
     """Activations averaged over time and batch, one number for each unit (UR-gates, Fig. 4, D.1).
 
     Args:
       gates: ``{gate: [T, *batch, F]}``.
+      valid: bool ``[T, *batch]``: which steps count; default: all.
 
     Returns:
-      ``{gate: [F]}``.
+      ``{gate: [F]}``; NaN where no step counts.
     """
-    return {name: jnp.mean(gate, axis=range(gate.ndim - 1)) for name, gate in gates.items()}
+
+    def mean(gate: jax.Array) -> jax.Array:
+        counts = None if valid is None else expand(valid, gate)
+        return jnp.mean(gate, axis=range(gate.ndim - 1), where=counts)
+
+    return {name: mean(gate) for name, gate in gates.items()}
 
 
 def histogram(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,17 +61,20 @@ class Jacobian:
         return Jacobian(self.matrix.at[..., self.where(field)].set(0), self.widths)
 
 
-def _flatten(carry: Carry, names: Sequence[Field]) -> jax.Array:
-    values = [get_field(carry, name) for name in names]
+def _flatten(carry: Carry, names: Sequence[Field], batch_dims: int) -> jax.Array:
+    """``[*batch, N]``: the fields side by side, a memory's axes as one."""
     dtype = carry_dtype(carry)
-    return jnp.concatenate([value.astype(dtype) for value in values], axis=-1)
+    values = [get_field(carry, name).astype(dtype) for name in names]
+    flat = [value.reshape(*value.shape[:batch_dims], -1) for value in values]
+    return jnp.concatenate(flat, axis=-1)
 
 
 def _insert(carry: Carry, flat: jax.Array, widths: Sequence[tuple[Field, int]]) -> Carry:
     start = 0
     for name, width in widths:
-        value = flat[..., start : start + width].astype(get_field(carry, name).dtype)
-        carry = set_field(carry, name, value)
+        old = get_field(carry, name)
+        value = flat[..., start : start + width].astype(old.dtype)
+        carry = set_field(carry, name, value.reshape(old.shape))
         start += width
     return carry
 
@@ -99,7 +103,8 @@ def step_jacobians(
       noise: their draws; None draws nothing.
 
     Returns:
-      Matrices ``[T, *batch, N, N]`` in the carry's dtype.
+      Matrices ``[T, *batch, N, N]`` in the carry's dtype; of a field with several feature axes,
+      a memory, N counts all of its numbers, in C order.
     """
     carry_fns = tuple(carry_fns)
     noise = (None,) * len(carry_fns) if noise is None else tuple(noise)
@@ -108,8 +113,10 @@ def step_jacobians(
     steps = xs.shape[0]
     carry_fns += tuple(Detach(1.0, field) for field in blocked)
     noise += (jnp.ones((steps,), bool),) * len(blocked)
-    names = field_names(run.after)
-    widths = tuple((name, get_field(run.after, name).shape[-1]) for name in names)
+    names, batch_dims = field_names(run.after), xs.ndim - 2
+    widths = tuple(
+        (name, math.prod(get_field(run.after, name).shape[1 + batch_dims :])) for name in names
+    )
 
     def one_step(at: tuple[Carry, Any, Any]) -> jax.Array:
         before, z_t, noise_t = at
@@ -123,9 +130,9 @@ def step_jacobians(
                 carry_fns,
                 Stream(None, None, noise_t),
             )
-            return _flatten(new, names)
+            return _flatten(new, names, batch_dims)
 
-        flat = _flatten(before, names)
+        flat = _flatten(before, names, batch_dims)
 
         def column(unit: jax.Array) -> jax.Array:  # one unit of every example at once
             return jax.jvp(later, (flat,), (jnp.broadcast_to(unit, flat.shape),))[1]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from recurrent_gates.base import Carry, Cell, Params
 from recurrent_gates.carry import CarryFn, Noise, get_field
-from recurrent_gates.scan import unroll
+from recurrent_gates.scan import unroll, with_zeros
 
 Field = str | int | None
 """A field of a carry as carry functions name it: by name, by index, or None for a bare array."""
@@ -78,6 +78,7 @@ def trajectory(
     xs: jax.Array,
     carry: Carry | None = None,
     *,
+    valid: jax.Array | None = None,
     carry_fns: Sequence[CarryFn] = (),
     noise: Sequence[Noise] | None = None,
 ) -> Trajectory:
@@ -88,6 +89,8 @@ def trajectory(
       params: its parameters.
       xs: inputs ``[T, *batch, D]``.
       carry: the carry before the first step; default ``cell.initial(batch)``.
+      valid: bool ``[T, *batch]``, as ``unroll`` takes it: other steps hold the carry, and their
+        inputs count as 0.
       carry_fns: what happens to the carry around each step.
       noise: their draws, as ``unroll`` takes them; None draws nothing.
 
@@ -98,11 +101,13 @@ def trajectory(
     start = initial if carry is None else carry
     start = jax.tree.unflatten(jax.tree.structure(initial), jax.tree.leaves(start))
     start = jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype), start, initial)
+    xs = with_zeros(valid, xs)
     after, _ = unroll(
         cell,
         params,
         xs,
         start,
+        valid=valid,
         carry_fns=carry_fns,
         noise=noise,
         deterministic=noise is None,
@@ -116,7 +121,7 @@ def trajectory(
 def largest_state(
     cell: Cell, params: Params, xs: jax.Array, carry: Carry | None = None
 ) -> dict[Field, jax.Array]:
-    """How far the state goes: max over units of each field's magnitude, before and after steps.
+    """How far the state goes: the largest magnitude in each field, before and after steps.
 
     GATO's eq. 2 (``exploding`` in ``CELLS``) may grow without bound once it is above 1, and may
     come back; a GRU that starts within [-1, 1] stays there (GATO, 2.2 and App. E).
@@ -131,12 +136,13 @@ def largest_state(
       ``{field: [T + 1, *batch]}``; entry t is after t steps.
     """
     run = trajectory(cell, params, xs, carry)
+
+    def largest(field: jax.Array) -> jax.Array:
+        return jnp.max(jnp.abs(field), axis=tuple(range(xs.ndim - 1, field.ndim)))
+
     return {
         name: jnp.concatenate(
-            [
-                jnp.max(jnp.abs(get_field(run.before, name)[:1]), axis=-1),
-                jnp.max(jnp.abs(get_field(run.after, name)), axis=-1),
-            ]
+            [largest(get_field(run.before, name)[:1]), largest(get_field(run.after, name))]
         )
         for name in field_names(run.after)
     }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from recurrent_gates.declared import (
 from recurrent_gates.scan import unroll
 from recurrent_gates.shapes import lead
 
+_WIDTHS = 6, 12  # of inputs, as good as any other two; GRU-D takes multiples of 3
 _PATIENCE = 5e-4  # seconds; beside a longer step 40 us do not count
 
 _Step = Callable[[Any, Carry, jax.Array], tuple[Carry, Any]]
@@ -93,7 +95,7 @@ def stepper(
       cell: an unbound cell.
       params: its parameters; they stay as they are now.
       batch: the batch dims, or one number; none for one example.
-      in_features: D; default: that of the kernels, where the parameters have some.
+      in_features: D; default: that with which ``cell.init_params`` has such shapes.
 
     Returns:
       A ``Stepper``: (carry, x) -> (carry, y), whose carry is used up by the call.
@@ -112,11 +114,11 @@ def stepper(
       (2, 4)
     """
     checks.cell("stepper", cell, Cell)
-    width = _width(params) if in_features is None else checks.in_features(in_features)
+    width = _width(cell, params) if in_features is None else checks.in_features(in_features)
     if width is None:
         raise ValueError(
-            f"The parameters of {type(cell).__name__} have no kernels that tell the width of its "
-            "inputs: give in_features."
+            f"The parameters do not tell the width of the inputs of {type(cell).__name__}: give "
+            "in_features."
         )
     checks.params(cell, params, width)
     shape = (batch,) if isinstance(batch, int) else tuple(batch)
@@ -137,14 +139,32 @@ def _watch(y: Any, patience: float) -> None:
         pass
 
 
-def _width(params: Any) -> int | None:
-    """D from the first input kernel of a tree of parameters."""
-    if not isinstance(params, Mapping):
+def _width(cell: Cell, params: Any) -> int | None:
+    """D, from a shape of the parameters that grows with it; None if there is no such shape."""
+
+    def sizes(tree: Any) -> dict[Any, int]:
+        """By leaf and axis."""
+        return {
+            (jax.tree_util.keystr(path), axis): size
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+            for axis, size in enumerate(jnp.shape(leaf))
+        }
+
+    actual = sizes(params)
+    try:
+        of_few, of_many = (
+            sizes(jax.eval_shape(functools.partial(cell.init_params, jax.random.key(0), width)))
+            for width in _WIDTHS
+        )
+    except (TypeError, ValueError):  # a cell of the user's own that takes other widths
         return None
-    if "kernel" in params:
-        kernels = [leaf for leaf in jax.tree.leaves(params["kernel"]) if jnp.ndim(leaf) == 2]
-        return kernels[0].shape[0] if kernels else None
-    return next(filter(None, map(_width, params.values())), None)
+    few, many = _WIDTHS
+    for where, size in of_few.items():
+        growth = of_many.get(where, size) - size
+        if growth and where in actual:
+            width, rest = divmod((actual[where] - size) * (many - few), growth)
+            return None if rest or few + width < 1 else few + width
+    return None
 
 
 def _in_kernels(cell: Cell, params: Params) -> tuple[_Step, Params]:
@@ -154,7 +174,7 @@ def _in_kernels(cell: Cell, params: Params) -> tuple[_Step, Params]:
     """
     assert isinstance(cell, SlotCell)
     one = cell.clone(bias_vectors=1)
-    if cell.bias_vectors == 2:
+    if cell.bias_vectors == 2 and "recurrent_bias" in params:
         own = {slot: params["recurrent_bias"][slot] for slot in cell.separate}
         added = {**params["recurrent_bias"], **jax.tree.map(jnp.zeros_like, own)}
         params = {**params, "bias": jax.tree.map(jnp.add, dict(params["bias"]), added)}

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 import recurrent_gates as rg
 from recurrent_gates import target
@@ -107,11 +108,38 @@ def test_parameters_stay_as_they_were(make, in_kernels, monkeypatch):
     assert_identical(step(step.initial(), x), before)
 
 
+@pytest.mark.parametrize("name", ["gru_d", "rmc", "dnc", "rma", "lru", "gato2", "ur_mingru"])
+def test_the_parameters_of_every_kind_of_cell_tell_their_width(name):
+    cell = rg.CELLS[name](FEATURES)
+    # The order of the names is another one after any `jax.tree.map`.
+    params = jax.tree.map(jnp.array, cell.init_params(jax.random.key(0), 9))
+    step = rg.stepper(cell, params)
+    assert step.in_features == 9
+    x = array(8, 9).astype(jnp.float32)
+    z = cell.project(params, x)
+    new = cell.step(params, cell.initial(()), z)
+    assert_close(step(step.initial(), x), (new, cell.emit(params, new, z)), 1e-5)
+
+
+def test_a_width_that_flax_cells_tell(x32):
+    cell = rg.FlaxCell(nn.OptimizedLSTMCell(FEATURES))
+    assert rg.stepper(cell, cell.init_params(jax.random.key(0), 5)).in_features == 5
+
+
+def test_kernels_take_parameters_without_the_second_bias(monkeypatch):
+    monkeypatch.setattr(target, "cores", lambda: 2)
+    params = rg.LSTM(450).init_params(jax.random.key(0), INPUTS)
+    x = array(8, INPUTS).astype(jnp.float32)
+    one, two = (rg.stepper(rg.LSTM(450, bias_vectors=n), params) for n in (1, 2))
+    assert "_forward" in two._compiled.as_text()
+    assert_close(two(two.initial(), x), one(one.initial(), x), 1e-6)
+
+
 class Bare(rg.Cell):
     """A cell whose parameters tell no width."""
 
     def init_params(self, key, in_features):
-        return {"w": jnp.ones(in_features)}
+        return {"w": jnp.ones(3)}
 
     def initial(self, batch_shape):
         return jnp.zeros((*batch_shape, 1))

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 from recurrent_gates import checks
@@ -33,7 +34,9 @@ def gru_d_inputs(values: jax.Array, times: jax.Array, resets: jax.Array | None =
       values: differences from the mean of each variable, ``[T, *batch, V]``, floating point; NaN
         where there was no measurement.
       times: of the steps, rising, ``[T, *batch]``, in any unit (rates are per unit and
-        start near 0); NaN in the padding, which counts as no step.
+        start near 0); NaN in the padding, which counts as no step. Differences are taken in their
+        own dtype, of 32 bits at least. From NumPy's times, where JAX has fewer bits, each
+        sequence's least is subtracted before.
       resets: True where a sequence of its own begins, ``[T, *batch]``.
 
     Returns:
@@ -44,7 +47,14 @@ def gru_d_inputs(values: jax.Array, times: jax.Array, resets: jax.Array | None =
     Raises:
       ValueError: if the shapes do not fit, or values are not floating point.
     """
+    is_cut = isinstance(times, np.ndarray) and times.dtype != jnp.result_type(times)
+    if is_cut and times.size:  # JAX's dtype has fewer digits than NumPy's
+        times = times - np.fmin.reduce(times, axis=0)
+        times = times if np.nanmax(times, initial=0) < 2**31 else times.astype(float)
     values, times = jnp.asarray(values), jnp.asarray(times)
+    if times.dtype.itemsize < 4:
+        whole = jnp.issubdtype(times.dtype, jnp.integer)
+        times = times.astype(jnp.int32 if whole else jnp.float32)
     if values.ndim < 2 or not jnp.issubdtype(values.dtype, jnp.floating):
         raise ValueError(
             f"values must be a floating array [T, *batch, V], got {checks.described(values)}."
@@ -54,22 +64,24 @@ def gru_d_inputs(values: jax.Array, times: jax.Array, resets: jax.Array | None =
     starts = checks.mask("resets", resets, times.shape[0], times.shape[1:])
     starts = jnp.zeros(times.shape, bool) if starts is None else starts
 
-    def step(state: tuple[jax.Array, jax.Array], at: Any) -> tuple[Any, jax.Array]:
+    def step(state: tuple[jax.Array, jax.Array, jax.Array], at: Any) -> tuple[Any, jax.Array]:
         value, time, start = at
-        last, before = state  # the time of the last measurement; NaN: no step yet
+        last, before, begun = state  # before: the time of the last measurement
         last = jnp.where(start, 0, last)
-        before = jnp.where(start, jnp.nan, before)
-        before = jnp.where(jnp.isnan(before), time, before)
+        begun = begun & ~start
+        before = jnp.where(begun, before, time)
         padding = jnp.isnan(time)
         measured = ~jnp.isnan(value) & ~padding
         last = jnp.where(measured, value, last)
-        since = time - before
+        since = (time - before).astype(value.dtype)  # rounded after the difference is taken
         inputs = jnp.concatenate([last, measured.astype(value.dtype), since], axis=-1)
-        return (last, jnp.where(measured, time, before)), jnp.where(padding, 0, inputs)
+        state = last, jnp.where(measured, time, before), begun | ~padding
+        return state, jnp.where(padding, 0, inputs)
 
     nothing = jnp.zeros_like(values[0])
-    sequence = (values, times.astype(values.dtype)[..., None], starts[..., None])
-    return jax.lax.scan(step, (nothing, jnp.full_like(nothing, jnp.nan)), sequence)[1]
+    never = jnp.zeros((*times.shape[1:], 1), bool)
+    state = nothing, jnp.zeros_like(nothing, times.dtype), never
+    return jax.lax.scan(step, state, (values, times[..., None], starts[..., None]))[1]
 
 
 def gru_d_project(params: Params, x: jax.Array, *, dtype: Any = None) -> dict[str, jax.Array]:
@@ -90,6 +102,8 @@ def gru_d_project(params: Params, x: jax.Array, *, dtype: Any = None) -> dict[st
     checks.kernels(params.get("decay"))
     checks.one_array(x)
     x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"Inputs must be floating point, got {x.dtype}.")
     kernel, bias = params["decay"]["kernel"], params["decay"]["bias"]
     variables = kernel["input"].shape[0]
     if x.ndim < 1 or x.shape[-1] != 3 * variables:

@@ -299,7 +299,8 @@ class LRU(Cell):
       param_dtype: dtype of the parameters. The state is float32 at least, whatever it is.
 
     Raises:
-      ValueError: for a size below 1, or a ring that is not 0 <= r_min < r_max <= 1.
+      ValueError: for a size below 1, a ring that is not 0 <= r_min < r_max <= 1, or a max_phase
+        that is not above 0.
 
     Note:
       As many units as outputs, and D starting like a kernel where inputs and outputs differ in
@@ -316,6 +317,8 @@ class LRU(Cell):
     def __post_init__(self) -> None:
         checks.features_and_dtypes(self)
         checks.number("LRU max_phase", self.max_phase)
+        if self.max_phase <= 0:
+            raise ValueError(f"LRU max_phase must be above 0, got {self.max_phase!r}.")
         if not 0 <= self.r_min < self.r_max <= 1:
             raise ValueError(
                 "LRU needs 0 <= r_min < r_max <= 1, "

@@ -74,8 +74,27 @@ def test_widths_that_cannot_be():
         cell.init_params(jax.random.key(0), 4)
     with pytest.raises(ValueError, match=r"do not fit a decay of 2 variables"):
         cell.project(cell.init_params(jax.random.key(0), 6), jnp.zeros((2, 9)))
+    with pytest.raises(ValueError, match="must be floating point, got int"):
+        cell.project(cell.init_params(jax.random.key(0), 6), np.zeros((2, 6), int))
     with pytest.raises(ValueError, match="decay_init must be a function"):
         rg.GRUD(FEATURES, decay_init="zeros")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("kind", [np.int64, np.float64, jnp.int32])
+def test_times_since_1970_keep_their_seconds(dtype, kind, x32):
+    times = 1_700_000_000 + np.array([0, 1, 3, 6])[:, None]
+    values = jnp.zeros((4, 1, 1), dtype).at[2].set(jnp.nan)
+    since = rg.gru_d_inputs(values, kind(times))[:, 0, 2]
+    assert since.dtype == dtype
+    assert since.tolist() == [0, 1, 2, 5]
+
+
+def test_times_of_any_width_do_not_wrap_around(x32):
+    values = jnp.zeros((3, 1, 1)).at[1].set(jnp.nan)
+    for times in (np.array([-100, 0, 100], np.int8), np.array([0, 2**20, 2**33])):
+        since = rg.gru_d_inputs(values, times[:, None])[:, 0, 2]
+        assert since.tolist() == [0, *(times[1:].astype(float) - times[0])]
 
 
 @pytest.mark.parametrize("bias_vectors", [1, 2])

@@ -247,7 +247,7 @@ class _Run:
                             report.evaluated(row, {**clock.lap(), **compiling})
                             report.illustrated(step, texts)
                         compiling = {}
-                    if self._finished(step, state):
+                    if self._due(step) and self._finished(step, state):  # its row is written
                         self._end_profile()
                         return state
                     together = stop.agree(together)

@@ -12,6 +12,7 @@ from flax import linen as nn
 from matplotlib.figure import Figure
 
 from experiments.command import runs
+from experiments.copy.settings import COPY
 from experiments.figures import learning_curve
 from experiments.records import reporting
 from experiments.records.workdir import Workdir, append_row
@@ -188,10 +189,20 @@ def test_rates_have_their_own_lanes_and_labels():
     assert runs.by_rate("gru", tiny(seeds=2)) == {"gru": slice(0, 2)}
 
 
-def test_a_run_that_diverged_altogether_stops(tmp_path):
-    summary = loop.run(tiny(learning_rates=(1e30,), steps=100), tmp_path)
-    assert summary["steps"] < 20
+@pytest.mark.parametrize("eval_every", [2, 50])
+def test_a_run_that_diverged_altogether_stops(eval_every, tmp_path, capsys):
+    config = tiny(learning_rates=(1e30,), steps=100, eval_every=eval_every)
+    summary = loop.run(config, tmp_path)
+    assert summary["steps"] < max(20, eval_every + 1)
     assert summary["metrics"]["accuracy"]["max"] is None
+    finished = runs.finished(tmp_path, [COPY])
+    assert finished.diverged == [True]
+    before = rows(tmp_path)
+    assert (before[-1]["step"], before[-1]["diverged"]) == (summary["steps"], [True])
+    capsys.readouterr()
+    assert loop.run(config, tmp_path) == summary
+    assert "diverged *" in capsys.readouterr().out  # printed again, and nothing is trained
+    assert rows(tmp_path) == before
 
 
 def test_missing_packages_are_said_once(tmp_path, monkeypatch, capsys):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -82,6 +83,17 @@ class LanguageModelTask(LanguageModelSettings, BaseTask):
     def counted(self) -> list[float]:
         """The test part's perplexity under counts of one, two, ... tokens."""
         return _counted(self.dataset, self.data_dir, self.level)
+
+    @property
+    def content(self) -> str | None:
+        """A digest of the user's own text, which no setting tells; None of a published one."""
+        if self.dataset != "own":
+            return None
+        words, *parts = self.corpus
+        digest = hashlib.sha256("\n".join(words).encode())
+        for part in parts:
+            digest.update(np.asarray(part.tokens).tobytes())
+        return digest.hexdigest()[:16]
 
     @property
     def longest(self) -> int:
@@ -195,6 +207,11 @@ class LanguageModelTask(LanguageModelSettings, BaseTask):
         del act
         part = data["train"]
         stretch = len(part.tokens) // rows.total
+        if stretch < 2:
+            raise UserError(
+                f"--batch_size={rows.total} leaves {stretch} of the {len(part.tokens)} tokens to "
+                "each row, and it needs two."
+            )
         steps = self._steps(jax.random.fold_in(key, step))
         steps = jnp.minimum(steps, stretch - 1 - stream.place)
         first = rows.numbers * stretch

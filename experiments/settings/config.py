@@ -71,13 +71,16 @@ class Config:
     def identity(self) -> dict[str, Any]:
         """The settings that change the mathematics, ``{"part.name": value}``.
 
-        A longer run continues a shorter one, unless its schedule depends on the length.
+        Where the data are the user's own, their ``content``, a digest, is one of them. A longer run
+        continues a shorter one, unless its schedule depends on the length.
         """
         flat = {
             f"{part}.{name}": value
             for part, settings in self.resolved().items()
             for name, value in settings.items()
         }
+        if hasattr(type(self.task), "content") and self.task.content is not None:
+            flat["task.content"] = self.task.content
         without = {*_NO_MATHEMATICS}
         if not self.schedule_needs_length:
             without.add("training.steps")

@@ -1,5 +1,6 @@
 """Language models: windows of a text, the state between them, samples, the papers' counts."""
 
+import contextlib
 import dataclasses
 import functools
 from unittest import mock
@@ -16,6 +17,7 @@ from experiments.language_model.sample import sampled_tokens
 from experiments.language_model.settings import LANGUAGE_MODEL, Sampling
 from experiments.language_model.task import LanguageModelTask, Stream
 from experiments.machine.mesh import Rows
+from experiments.records.workdir import Workdir
 from experiments.settings.errors import UserError
 from experiments.settings.resolver import resolve
 from experiments.training import loop
@@ -253,6 +255,27 @@ def test_a_rescaled_rate_moves_parameters_by_so_much(corpus):
         rounding = 2**-23 * (np.abs(start) + np.abs(plain))
         assert (np.abs(rescaled - 0.75 * plain) <= rounding).all()
         assert np.abs(plain).max() > 1e3 * rounding.max()  # so that it is seen
+
+
+def test_a_batch_of_more_rows_than_the_text_has_tokens_for_is_refused():
+    run = config(batch_size=46)
+    with pytest.raises(UserError, match="--batch_size=46 leaves 1 of the 90 tokens to each row"):
+        Learner(run).prepare()
+
+
+def test_another_text_is_another_run(corpus, tmp_path):
+    """Its settings are the same, and the place does not matter."""
+    with contextlib.closing(Workdir(tmp_path)) as work:
+        work.claim(config())
+    name = config().hash()
+    assert config(data_dir="elsewhere").hash() == name
+    corpus(CORPUS._replace(words=tuple("abcdefh")))
+    assert config().hash() != name
+    corpus(CORPUS._replace(train=part(90, (23, 40), 7)))
+    assert config().hash() != name
+    sentence = r"another configuration \(content is \w+ there and"
+    with contextlib.closing(Workdir(tmp_path)) as work, pytest.raises(UserError, match=sentence):
+        work.claim(config())
 
 
 @pytest.mark.long

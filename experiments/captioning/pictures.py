@@ -104,7 +104,15 @@ class PictureFiles:
         self._cache = None if of.train_encoder else self._made_features()
 
     def batched(self, batch_size: int) -> PictureFiles:
-        """The windows of batches of so many pictures."""
+        """The windows of batches of so many pictures.
+
+        Raises:
+          UserError: if there are fewer.
+        """
+        if batch_size > (count := len(self._corpus.parts.train)):
+            raise UserError(
+                f"--batch_size={batch_size} is more than the {count} training examples."
+            )
         self.batch_size = batch_size
         return self
 

@@ -63,7 +63,8 @@ def in_steps(
       overrides: those of them that the user gave.
 
     Raises:
-      UserError: if the user gave both epochs and steps, or too few epochs.
+      UserError: if the user gave both epochs and steps, or too few epochs, or a batch that is
+        larger than the training set.
     """
     counts = {name: entry for name, entry in settings.items() if isinstance(entry, Epochs)}
     if "epochs" in overrides:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from experiments.settings.errors import UserError
+
 _ROUNDS = 16
 
 
@@ -60,7 +62,12 @@ def batch_of_epoch(key: jax.Array, step: jax.Array, size: int, count: int) -> ja
     Returns:
       uint32 ``[size]``, below ``count``; different ones, also from those of the epoch's other
       batches.
+
+    Raises:
+      UserError: if a batch has more examples than there are.
     """
+    if size > count:
+        raise UserError(f"--batch_size={size} is more than the {count} training examples.")
     per_epoch = count // size
     first = step % per_epoch * size
     places = first + jnp.arange(size, dtype=first.dtype)

@@ -18,6 +18,7 @@ from experiments.pixels.task import PixelsTask, bit_reversal
 from experiments.settings import resolver
 from experiments.settings.errors import UserError
 from experiments.training import loop
+from experiments.training.learner import Learner
 from experiments.training.models import Decoder, SequenceModel, dropout_masks
 from experiments.training.supervised import Batch
 from recurrent_gates import CELLS, RNN
@@ -270,7 +271,8 @@ def test_settings_that_depend_on_others():
     assert resolve("ur", cell="ur_gru").training.learning_rates == (2e-4, 5e-4)
     carry = resolve("hdetach").carry
     assert (carry.detach_prob, carry.detach_off_steps) == (0.25, 19_500)
-    for cell, zoneout in (("ur_lstm", (0.5, 0.05)), ("gru", (0.0, 0.1)), ("ur_gru", (0.0, 0.1))):
+    own = {"ur_lstm": (0.5, 0.05), "gru": (0.0, 0.1), "ur_gru": (0.0, 0.1)}
+    for cell, zoneout in (own | dict.fromkeys(("ur_minlstm", "slstm", "mingru"), (0, 0))).items():
         config = resolve("ur_zoneout", cell=cell)
         assert (config.carry.zoneout_c, config.carry.zoneout_h) == zoneout
         assert config.model.dropout == 0.5
@@ -345,6 +347,14 @@ def test_where_the_data_are_is_not_part_of_the_identity():
 def test_bad_settings_are_refused(settings, sentence):
     with pytest.raises(UserError, match=sentence):
         resolve("small", **settings)
+
+
+def test_a_batch_of_more_than_all_images_is_refused_before_a_step():
+    config = resolve("small", batch_size=2000, steps=2, eval_every=1)
+    with pytest.raises(
+        UserError, match="--batch_size=2000 is more than the 1293 training examples"
+    ):
+        Learner(config).prepare()
 
 
 def test_dropout_masks():

@@ -132,6 +132,8 @@ def _watched(run: Run, rate: float, metric: Metric) -> list[float | None] | None
     lanes = run.config.training.lanes_by_rate[rate]
     if "validation" in summary:
         return [one["value"] for one in summary["validation"][metric.name]["per_run"]][lanes]
+    if run.config.training.reports_best:  # of the one held-out set, so what is reported
+        return _results(run, rate, metric)
     last = list(read_rows(Workdir(run.workdir).metrics))[-1]
     watched = next(value for value in last.values() if isinstance(value, dict))
     return list(watched[metric.name][lanes])

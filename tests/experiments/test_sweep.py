@@ -107,6 +107,17 @@ def test_the_best_rate_is_that_of_the_watched_set(tmp_path):
     assert (lstm.label, lstm.rates) == ("lstm", 2)
 
 
+def test_the_best_rate_is_that_of_the_best_parameters_where_these_are_reported(tmp_path):
+    """The larger rate was the best, and is not at the end."""
+    text = TOML.replace("steps = 30", "steps = 30\nkeep_best = true")
+    runs = plan.read(sweep_file(tmp_path, text), tmp_path / "runs")
+    metric = runs[0].config.task.metrics[0]._replace(name="accuracy")
+    for run in runs:
+        large = run.config.training.lanes[0][1] == 1e-2
+        finish(run, 0.1 if large else 0.6, 0.9 if large else 0.7)
+    assert [row.rate for row in report.best_rows(runs, metric)] == [1e-2, 1e-2]
+
+
 def test_a_run_whose_config_does_not_say_its_steps_is_trained(tmp_path):
     run = plan.read(sweep_file(tmp_path), tmp_path / "runs")[0]
     finish(run, 0.5, 0.5)

@@ -28,6 +28,7 @@ from experiments.settings.resolver import Experiment, explain
 from experiments.training import loop
 from experiments.training.learner import Learner
 from experiments.training.state import State
+from experiments.training.supervised import Batch
 
 
 class Finished(NamedTuple):
@@ -79,9 +80,19 @@ class Finished(NamedTuple):
         Returns:
           ``[T, count, D]``.
         """
+        return self.learner.encoded(params, self._first(count).inputs)
+
+    def valid(self, count: int) -> jax.Array:
+        """Which steps of these are no padding, bool ``[T, count]``."""
+        task: Any = self.learner.task
+        first = self._first(count)
+        masks = task.masks(first)
+        return masks.get("valid", jnp.ones(first.inputs.shape[:2], bool))
+
+    def _first(self, count: int) -> Batch:
         self.learner.load()
-        inputs = self.learner.data["sets"][self.learner.watched].inputs
-        return self.learner.encoded(params, inputs[:, :count])
+        batch = self.learner.data["sets"][self.learner.watched]
+        return batch._replace(inputs=batch.inputs[:, :count])
 
 
 def by_rate(label: str, config: Config) -> dict[str, slice]:

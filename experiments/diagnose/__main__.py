@@ -29,7 +29,8 @@ def define(values: FlagValues) -> None:
 
     for one in fields.declared(FreshParameters).values():
         flags.add(values, one.flag, one.meaning, one.kind, several=one.several, choices=one.choices)
-    flags.add(values, "workdir", "a finished run of an experiment, instead of --cell")
+    meaning = "a finished run of a task with examples (copy, pixels, stay...), instead of --cell"
+    flags.add(values, "workdir", meaning)
     figure = "the cell's figures, or the refine gate's; default: cell"
     flags.add(values, "figure", figure, choices=("cell", "gates"))
     places = "where figures go; default: runs/diagnose/CELL, or /gates, or DIR/figures"
@@ -50,6 +51,7 @@ def begin(flag_values: dict[str, Any]) -> None:
     from experiments.command import runs, tables
     from experiments.diagnose import measurements
     from experiments.settings.cells import bare_cell
+    from experiments.training.supervised import SupervisedTask
 
     def directory(default: Path) -> Path:
         place = Path(flag_values.get("out_dir", default))
@@ -58,7 +60,8 @@ def begin(flag_values: dict[str, Any]) -> None:
 
     if "workdir" in flag_values:
         workdir = Path(flag_values["workdir"])
-        finished = runs.finished(workdir, EXPERIMENTS)
+        supervised = [one for one in EXPERIMENTS if issubclass(one.task(), SupervisedTask)]
+        finished = runs.finished(workdir, supervised)
         name, default = workdir.resolve().name, workdir / "figures"
         measurements.measure_run(finished, name, options.steps, directory(default))
     elif flag_values.get("figure") == "gates":

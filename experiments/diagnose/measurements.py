@@ -96,7 +96,8 @@ def measure_run(finished: Finished, name: str, steps: int, out: Path) -> None:
     """Measures the cell of a run before and after its training, prints and draws it.
 
     Gates and timescales are averages over the first few sequences that the run was evaluated on,
-    gradients are those of the first. The parameters are those that the run reports.
+    gradients are those of the first; padding is left out. The parameters are those that the run
+    reports.
 
     Args:
       finished: the run; seeds and learning rates that diverged are left out.
@@ -113,14 +114,15 @@ def measure_run(finished: Finished, name: str, steps: int, out: Path) -> None:
         raise UserError("every seed of this run diverged: there is nothing to measure.")
     T = min(steps, finished.sequence_steps)
     _check_memory({"Jacobians": len(lanes) * T * _width(cell) ** 2}, "--steps")
-    learner.load()
+    valid = finished.valid(_GATE_BATCH)
+    places = np.flatnonzero(valid[:, 0])[:T]  # of the first sequence, without its padding
     measured, means = {}, {}
     for moment, of in (("before", learner.initial().params), ("after", finished.params)):
         whole = [finished.lane(of, lane) for lane in lanes]
         params = _stacked([one["recurrent"]["cell"] for one in whole])
         xs = jnp.stack([finished.features(one, _GATE_BATCH) for one in whole])
-        measured[f"{moment} training"] = params, xs[:, :T, 0]
-        if gates := _gate_means(cell, params, xs):
+        measured[f"{moment} training"] = params, xs[:, places, 0]
+        if gates := _gate_means(cell, params, xs, valid):
             means[f"{moment} training"] = gates
     several = f"{len(lanes)} runs" if len(lanes) > 1 else "one run"
     model, trained = finished.config.model, finished.summary["steps"]
@@ -266,10 +268,16 @@ def _label(blocked: tuple[Any, ...]) -> str:
     return f"without field {field}" if isinstance(field, int) else f"without {field}"
 
 
-def _gate_means(cell: Any, params: Any, xs: Any) -> dict[str, np.ndarray]:
+def _gate_means(
+    cell: Any, params: Any, xs: Any, valid: jax.Array | None = None
+) -> dict[str, np.ndarray]:
     """``{gate: mean over time and batch of each unit of each draw}``; empty: it names none."""
-    activations = jax.vmap(lambda p, x: analysis.gate_activations(cell, p, x))(params, xs)
-    means = jax.vmap(analysis.gate_means)(activations) if activations else {}
+
+    def means_of(params: Any, xs: Any) -> dict[str, jax.Array]:
+        gates = analysis.gate_activations(cell, params, xs, valid=valid)
+        return analysis.gate_means(gates, valid)
+
+    means = jax.vmap(means_of)(params, xs)
     return {name: np.ravel(value) for name, value in means.items()}
 
 

@@ -1,5 +1,6 @@
 """The diagnose binary: its table, its figures, cells of the user's own, wishes that cannot be."""
 
+import contextlib
 import sys
 
 import jax.numpy as jnp
@@ -8,10 +9,15 @@ import pytest
 
 from experiments.command import flags, runs
 from experiments.copy.settings import COPY
+from experiments.datasets import reviews
 from experiments.diagnose import __main__ as binary
 from experiments.diagnose import figures, measurements
+from experiments.language_model.settings import LANGUAGE_MODEL
+from experiments.records.workdir import Workdir
+from experiments.sentiment.settings import SENTIMENT
 from experiments.settings.cells import build_cell
 from experiments.settings.errors import UserError
+from experiments.settings.resolver import resolve
 from experiments.training import loop
 from experiments.training.learner import Learner
 from recurrent_gates import analysis, desiderata
@@ -237,6 +243,41 @@ def test_runs_that_cannot_be_measured(trained, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="every seed of this run diverged"):
         start(f"--workdir={trained / 'rnn'}", f"--out_dir={tmp_path}")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_padding_is_not_measured(tmp_path, monkeypatch):
+    """Of reviews, which are padded in front: the first one's gradients, and the gates' means."""
+    tiny_reviews = {"hidden_size": 5, "embedding": 4, "batch_size": 6, "held_out_reviews": 40}
+    config = resolve(SENTIMENT, "small", tiny_reviews | {"cell": "lstm"})
+    learner = Learner(config)
+    state = learner.initial()
+    paths, gates = [], []
+    monkeypatch.setattr(figures, "gate_histograms", lambda *a: gates.append(a[0]))
+    monkeypatch.setattr(figures, "gradient_paths", lambda *a: paths.append(a[0]))
+    one = runs.Finished(config, learner, state, {"steps": 0})
+    measurements.measure_run(one, "reviews", 200, tmp_path)
+    cell, params = build_cell(config.model), state.params["recurrent"]["cell"]
+    table = np.asarray(state.params["encoder"]["Embed_0"]["embedding"])
+    words = np.asarray(learner.data["sets"][learner.watched].inputs)[:, :16]
+    padding = (words == reviews.PADDING).sum(axis=0)
+    assert 0 < padding.max() < len(words)
+    reviews_gates = [
+        np.asarray(analysis.gate_activations(cell, params, jnp.asarray(table[words[n:, i]]))["f"])
+        for i, n in enumerate(padding)
+    ]
+    expected = np.concatenate(reviews_gates).mean(axis=0)
+    np.testing.assert_allclose(gates[0]["after training"]["f"], expected, rtol=1e-5)
+    assert paths[0]["after training"]["all paths"].shape == (1, len(words) - padding[0] + 1)
+
+
+def test_runs_without_examples_are_refused(tmp_path):
+    config = resolve(LANGUAGE_MODEL, "small", {"hidden_size": 6})
+    Workdir(tmp_path / "text").path.mkdir()
+    with contextlib.closing(Workdir(tmp_path / "text")) as work:
+        work.claim(config)
+    with pytest.raises(UserError, match=r"is one of language_model, not of .*copy"):
+        start(f"--workdir={tmp_path / 'text'}", f"--out_dir={tmp_path}")
 
 
 def test_the_refine_gate(tmp_path, capsys):

@@ -23,6 +23,7 @@ from experiments.settings.metrics import Metric
 TRANSFER = "transfer.json"  # what transfer copy leaves
 POINTS = 50  # of a learning curve, about
 _SWEPT = ("seed", "seeds", "learning_rates", "steps", "epochs")  # they make no row of their own
+_PLACES = ("data_dir", "backend", "mesh")  # where a run has its data and its arrays
 _NAME = re.compile(r"[a-z0-9_]+")
 
 
@@ -302,16 +303,16 @@ def _shared(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name.rstrip("_"): _plain(value)
         for name, value in overrides.items()
-        if name not in (*_SWEPT, "cell", "data_dir", "backend")
+        if name not in (*_SWEPT, "cell", *_PLACES)
     }
 
 
 def command(name: str, protocol: str, overrides: Mapping[str, Any]) -> str:
-    """The command line of a run, without paths and devices."""
+    """The command line of a run, without what says where it runs and where its data are."""
     flags = [
         f"--{flag.rstrip('_')}={_flag(value)}"
         for flag, value in overrides.items()
-        if flag not in ("data_dir", "backend")
+        if flag not in _PLACES
     ]
     return " ".join(["python", "-m", f"experiments.{name}", f"--protocol={protocol}", *flags])
 

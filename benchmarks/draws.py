@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -158,8 +160,12 @@ def run(options: dict[str, Any], machine: dict[str, Any]) -> int:
         )
     except ValueError as error:
         fail("speed", str(error))
+    kept = _kept(report) if options["resume"] else []
     if lanes := {str(contender) for contender, *_ in asked if contender.lanes > 1}:
         fail("speed", f"--random runs one lane, as the peers do, got {', '.join(sorted(lanes))}.")
+    report["rows"] += kept
+    done = {(row["contender"], Size(**row["size"])) for row in kept}
+    asked = [row for row in asked if (str(row[0]), row[1]) not in done]
     number = 0
     for (size, devices), group in itertools.groupby(asked, key=lambda row: row[1:]):
         settings = {"dtype": options["dtype"], "tf32": options["tf32"]}
@@ -196,6 +202,23 @@ def run(options: dict[str, Any], machine: dict[str, Any]) -> int:
         speed_report.draw_random(report, directory / "random.png")
     print(table(report))
     return int(bool(report["failed"]))
+
+
+def _kept(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that the same command, which was stopped, has left; it may have had fewer sizes."""
+    path = Path(report["settings"]["out"]) / "random.json"
+    try:
+        before = json.loads(path.read_text())
+    except FileNotFoundError:
+        fail("speed", f"--resume: there is no {path}.")
+    except ValueError:
+        fail("speed", f"--resume: {path} is damaged; give another --out.")
+    for what in ("machine", "settings"):
+        ours, theirs = ({**one[what], "random": 0, "resume": False} for one in (report, before))
+        if different := [name for name in ours if ours[name] != theirs.get(name)]:
+            fail("speed", f"--resume: in {path} the {what}'s {different[0]} differs.")
+    report["again"] += before["again"]
+    return list(before["rows"])
 
 
 def table(report: dict[str, Any]) -> str:

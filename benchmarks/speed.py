@@ -86,6 +86,7 @@ def define(values: FlagValues) -> None:
         flags.DEFINE_integer(name, None, meaning, least, flag_values=values)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of both", flag_values=values)
     for name, meaning in (
+        ("resume", "with --random: keep the rows that the same command left in --out"),
         ("tf32", "let float32 products on a GPU use TF32, on both sides"),
         ("floor", "add operations, bytes and the time that the device's measured rates allow"),
     ):
@@ -161,6 +162,8 @@ def _check_random(options: dict[str, Any]) -> None:
     """Ends the program on a flag that has no effect; fills in the seed."""
     if options["random"] is None and options["draw"] is not None:
         fail("speed", "--draw has no effect without --random.")
+    if options["random"] is None and options["resume"]:
+        fail("speed", "--resume has no effect without --random.")
     if options["random"] is not None and options["sizes"]:
         fail("speed", "--sizes has no effect with --random.")
     options["draw"] = options["draw"] or 0

@@ -107,6 +107,49 @@ class Sides:
         return {"forward": 1.1, "train": 5.0}[kind]
 
 
+class Equal(Sides):
+    """Sides that are equally fast."""
+
+    def answer(self):
+        return {"device": "cpu x 1", "compile_seconds": 1.0}
+
+    def ask(self, method, *, kind):
+        return 1.0
+
+
+def test_a_draw_that_was_stopped_goes_on(monkeypatch, tmp_path, capsys):
+    made = []
+    machine = {"platform": "cpu", "device": "cpu x 1", "versions": {"jax": "1"}, "missing": {}}
+    monkeypatch.setattr(process, "call", lambda *_: machine)
+    monkeypatch.setattr(
+        pair, "hold", lambda size, devices, **_: made.append(size) or Equal(size, devices)
+    )
+
+    def run(*more, count=3):
+        flags = ["--draw=5", "--cells=lstm,gru", "--peers=torch", "--devices=2", *more]
+        made.clear()
+        try:
+            return speed.main(["speed", f"--random={count}", *flags, f"--out={tmp_path / 'out'}"])
+        except SystemExit:
+            return capsys.readouterr().err
+
+    def rows():
+        return json.loads((tmp_path / "out" / "random.json").read_text())["rows"]
+
+    assert "--resume: there is no" in run("--resume")
+    assert run() == 0
+    whole, sizes = rows(), draws.sizes(3, 5)
+    report = json.loads((tmp_path / "out" / "random.json").read_text())
+    report["rows"] = whole[:3]  # of the second size one cell is missing
+    (tmp_path / "out" / "random.json").write_text(json.dumps(report))
+    assert run("--resume") == 0
+    assert made == [sizes[1]] * 2 + [sizes[2]] * 2
+    assert rows() == whole
+    assert run("--resume", count=4) == 0
+    assert made == [draws.sizes(4, 5)[3]] * 2
+    assert "repeats differs" in run("--resume", "--repeats=3")
+
+
 def test_a_row_below_is_measured_again_alone(monkeypatch, tmp_path, capsys):
     made = []
     missing = {name: f"{name} is not installed" for name in peers.PEERS if name != "flax"}

@@ -15,7 +15,7 @@ def define(values: FlagValues) -> None:
     """The flag of examples, beside those of the settings."""
     from experiments.command import flags
 
-    meaning = "print so many held-out programs with the model's answers, and at every evaluation"
+    meaning = "print so many held-out programs with the model's answers; TensorBoard has them too"
     flags.add(values, "show", meaning, int)
 
 

@@ -258,7 +258,7 @@ def test_gates_over_valid_steps_are_those_of_the_sequences_without_the_others(na
         assert_close(mean, both.mean(axis=tuple(range(both.ndim - 1))))
 
 
-@pytest.mark.parametrize("name", ["rmc", "dnc"])
+@pytest.mark.parametrize("name", ["rmc", pytest.param("dnc", marks=pytest.mark.long)])
 def test_jacobians_of_a_memory_are_those_of_all_its_numbers(name):
     """Slots that read each other; by reverse mode through the whole carry."""
     sizes = dict(memory_slots=3) if name == "rmc" else dict(memory_slots=3, word_size=2)

@@ -108,7 +108,13 @@ def test_parameters_stay_as_they_were(make, in_kernels, monkeypatch):
     assert_identical(step(step.initial(), x), before)
 
 
-@pytest.mark.parametrize("name", ["gru_d", "rmc", "dnc", "rma", "lru", "gato2", "ur_mingru"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gru_d", "rmc", "lru", "gato2", "ur_mingru"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("dnc", "rma")),
+    ],
+)
 def test_the_parameters_of_every_kind_of_cell_tell_their_width(name):
     cell = rg.CELLS[name](FEATURES)
     # The order of the names is another one after any `jax.tree.map`.

@@ -148,6 +148,7 @@ def test_training_tells_the_rewards_of_the_episodes_that_ended():
     assert settled.score_totals == dict.fromkeys(told, (0, 0))
 
 
+@pytest.mark.long
 def test_some_rows_play_what_all_of_them_play():
     learner, state, _, draw = started(window=5)
     act = functools.partial(learner.apply, state.params)

@@ -69,6 +69,7 @@ def test_log_odds_are_those_of_two_gaussians(drawn_stays):
     np.testing.assert_allclose(generated.log_odds(inputs), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 def test_the_best_rule_is_right_as_often_as_it_says(drawn_stays):
     inputs, long_stay = drawn_stays
     odds = np.asarray(generated.log_odds(inputs), np.float64)

@@ -195,9 +195,9 @@ def test_a_layer_adds_a_second_bias_where_there_is_one(vectors):
 def test_lengths_of_any_dtype_turn_outputs_around(dtype, steps):
     model, x = rg.RNN(build("lstm"), reverse=True), array(8, BATCH, steps, INPUTS)
     lengths = np.array([0, 2, 5])
-    given = variables(model, x)
-    expected = apply(model, given, x, seq_lengths=lengths.astype(np.int32))
-    assert_identical(apply(model, given, x, seq_lengths=lengths.astype(dtype)), expected)
+    held = variables(model, x)
+    expected = apply(model, held, x, seq_lengths=lengths.astype(np.int32))
+    assert_identical(apply(model, held, x, seq_lengths=lengths.astype(dtype)), expected)
     assert not np.any(np.asarray(expected)[np.arange(steps) >= lengths[:, None]])
 
 

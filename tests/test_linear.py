@@ -279,15 +279,15 @@ def test_second_derivatives_are_the_scans_or_refused(name, fn, blocks):
     """Of a penalty on the gradients of parameters, inputs and carry, where a_t depends on both."""
     cell = build(name)
     operands = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS), state(cell, (BATCH,))
-    how = dict(resets=masks(1, 0.1, STEPS, BATCH), valid=masks(2, 0.9, STEPS, BATCH))
+    options = dict(resets=masks(1, 0.1, STEPS, BATCH), valid=masks(2, 0.9, STEPS, BATCH))
     if fn:
-        how |= dict(carry_fns=(fn,))
+        options |= dict(carry_fns=(fn,))
     elif name == "mingru":  # in evaluation it does nothing
-        how |= dict(carry_fns=(rg.Detach(0.3),), deterministic=True)
+        options |= dict(carry_fns=(rg.Detach(0.3),), deterministic=True)
 
     def penalty(backend, *operands):
         def loss(*operands):
-            return jnp.sum(jnp.sin(rg.unroll(cell, *operands, backend=backend, **how)[1]))
+            return jnp.sum(jnp.sin(rg.unroll(cell, *operands, backend=backend, **options)[1]))
 
         gradients = jax.grad(loss, (0, 1, 2))(*operands)
         return sum(jnp.sum(jnp.sin(3 * leaf)) for leaf in jax.tree.leaves(gradients))

@@ -546,43 +546,6 @@ def test_a_carry_of_another_batch_is_one_sentence():
         assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "steps"), [(np.int8, 200), (np.uint8, 300), (np.uint32, 5), (np.int64, 5)]
-)
-@pytest.mark.parametrize("jitted", [False, True])
-def test_lengths_of_any_dtype_count_steps(dtype, steps, jitted):
-    cell, lengths = CELLS["lstm"], np.array([0, 5, 3])
-    params, xs = parameters(cell, INPUTS), array(8, steps, 3, INPUTS)
-    run = lambda lengths: rg.unroll(cell, params, xs, lengths=lengths)  # noqa: E731
-    run = quick_jit(run) if jitted else run
-    valid = np.arange(steps)[:, None] < lengths
-    assert_identical(run(lengths.astype(dtype)), rg.unroll(cell, params, xs, valid=valid))
-
-
-@pytest.mark.parametrize("name", ["lstm", "gru", "slstm"])
-def test_float64_beside_float32_is_one_sentence(name):
-    cell = rg.CELLS[name](4)
-    params = cell.init_params(jax.random.key(0), INPUTS)
-    words = "float64 makes the carry of .* float64, and it starts as float32: give param_dtype"
-    with jax.numpy_dtype_promotion("standard"):
-        with pytest.raises(ValueError, match=words) as error:
-            rg.unroll(cell, params, np.ones((STEPS, BATCH, INPUTS)))
-        with pytest.raises(ValueError, match=words):
-            xs = jnp.ones((STEPS, BATCH, INPUTS), jnp.float32)
-            rg.unroll(cell.clone(dtype=jnp.float64), params, xs)
-    assert "\n" not in str(error.value)
-
-
-def test_numpys_numbers_are_jaxs(x32):
-    """float64 of NumPy is float32 of JAX: kernels serve it, with the same bits."""
-    cell = rg.LSTM(4)
-    params = cell.init_params(jax.random.key(0), INPUTS)
-    xs = np.random.default_rng(0).standard_normal((STEPS, BATCH, INPUTS))
-    numpys = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
-    got = rg.unroll(cell, numpys, xs, backend="native")
-    assert_identical(got, rg.unroll(cell, params, jnp.asarray(xs), backend="native"))
-
-
 # In a shard_map each device has rows of the batch
 
 

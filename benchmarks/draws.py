@@ -160,11 +160,11 @@ def run(options: dict[str, Any], machine: dict[str, Any]) -> int:
         )
     except ValueError as error:
         fail("speed", str(error))
-    kept = _kept(report) if options["resume"] else []
+    earlier = _earlier_rows(report) if options["resume"] else []
     if lanes := {str(contender) for contender, *_ in asked if contender.lanes > 1}:
         fail("speed", f"--random runs one lane, as the peers do, got {', '.join(sorted(lanes))}.")
-    report["rows"] += kept
-    done = {(row["contender"], Size(**row["size"])) for row in kept}
+    report["rows"] += earlier
+    done = {(row["contender"], Size(**row["size"])) for row in earlier}
     asked = [row for row in asked if (str(row[0]), row[1]) not in done]
     number = 0
     for (size, devices), group in itertools.groupby(asked, key=lambda row: row[1:]):
@@ -204,7 +204,7 @@ def run(options: dict[str, Any], machine: dict[str, Any]) -> int:
     return int(bool(report["failed"]))
 
 
-def _kept(report: dict[str, Any]) -> list[dict[str, Any]]:
+def _earlier_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows that the same command, which was stopped, has left; it may have had fewer sizes."""
     path = Path(report["settings"]["out"]) / "random.json"
     try:

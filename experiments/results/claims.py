@@ -18,6 +18,13 @@ from experiments.settings.metrics import Metric
 DOCUMENTS = ("GATO", "UR-gates", "h-detach", "lecture")
 SETTLED = ("holds", "holds only under", "contradicted")
 VERDICTS = (*SETTLED, "undecided", "not run")
+_OF_SEVERAL = (
+    "hold",
+    "hold only under a condition",
+    "are contradicted",
+    "are undecided",
+    "were not run",
+)
 ENOUGH = 3  # seeds that a verdict needs
 _CITATION = re.compile(r"\{([^{}]*)\}")
 
@@ -146,7 +153,8 @@ def markdown(claims: Sequence[Claim], select: Select) -> str:
 
 def _counts(claims: Sequence[Claim]) -> str:
     counts = collections.Counter(one.verdict for one in claims)
-    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+    said = zip(VERDICTS, _OF_SEVERAL, strict=True)
+    return ", ".join(f"{counts[verdict]} {words}" for verdict, words in said if counts[verdict])
 
 
 def _unsettled(row: _Row) -> list[str]:

@@ -138,26 +138,18 @@ class CarryFn:
         return new
 
 
-# Both are the identity on values by construction, so the forward program is the plain one,
-# bit for bit; only the tangent, and so the cotangent, is changed.
+# Both are the identity on values, bit for bit. What they do to a gradient they do to the gradient
+# of a gradient, too, as lax.stop_gradient does.
 
 
-@jax.custom_jvp
 def stop_gradient_where(mask: jax.Array, x: jax.Array) -> jax.Array:
     """x; its gradient is stopped where the mask is True."""
-    del mask
-    return x
-
-
-@stop_gradient_where.defjvp
-def stop_gradient_where_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    (mask, x), (_, x_dot) = primals, tangents
-    return x, jnp.where(mask, jnp.zeros_like(x_dot), x_dot)
+    return jnp.where(mask, jax.lax.stop_gradient(x), x)
 
 
 @jax.custom_jvp
 def scale_gradient(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x; its gradient is multiplied by scale."""
+    """x; its gradient is multiplied by scale, and by 0 it is 0, also where it is not finite."""
     del scale
     return x
 
@@ -165,7 +157,12 @@ def scale_gradient(x: jax.Array, scale: jax.Array) -> jax.Array:
 @scale_gradient.defjvp
 def scale_gradient_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
     (x, scale), (x_dot, _) = primals, tangents
-    return x, x_dot * scale
+    # x by its value, scale * x by its derivative. (Inside of a scan JAX takes second derivatives
+    # of what is returned here, as it is written.)
+    finite = jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+    scaled = finite * scale
+    same = jax.lax.stop_gradient(x) - (jax.lax.stop_gradient(scaled) - scaled)
+    return same, jnp.where(scale == 0, jnp.zeros_like(x_dot), x_dot * scale)
 
 
 @struct.dataclass

@@ -289,6 +289,39 @@ def test_detaching_all_of_the_carry_leaves_one_step():
     assert np.abs(slope[-1]).min() > 0
 
 
+@pytest.mark.parametrize("p", [None, 0.25])
+def test_second_derivatives_are_those_of_stop_gradient(p):
+    """Of Detach by a mask, or of Damp with p, beside lax.stop_gradient in a loop by hand."""
+    cell, *operands = setting((2,))
+    params, carry, xs = operands[0], operands[1], operands[2][:3]
+    mask = np.array([False, True, False])
+    fn, noise = (rg.Detach(0.5), mask) if p is None else (rg.Damp(p), None)
+    shares = mask.astype(float) if p is None else np.full(3, p)
+
+    def by_hand(params, carry, xs):
+        ys = []
+        for x, share in zip(xs, shares, strict=True):
+            read = (1 - share) * carry.h + share * jax.lax.stop_gradient(carry.h)
+            carry = cell.step(params, carry._replace(h=read), cell.project(params, x))
+            ys.append(carry.h)
+        return jnp.stack(ys)
+
+    def unrolled(backend, params, carry, xs):
+        options = dict(carry_fns=(fn,), noise=(noise,), backend=backend)
+        return rg.unroll(cell, params, xs, carry, **options)[1]
+
+    def slopes(run):
+        def penalty(*operands):
+            loss = jax.grad(lambda *operands: jnp.sum(jnp.sin(run(*operands))), (0, 1, 2))
+            return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(loss(*operands)))
+
+        return quick_jit(jax.grad(penalty, (0, 1, 2)))(params, carry, xs)
+
+    wanted = slopes(by_hand)
+    for backend in ("scan", "fused"):
+        assert_close(slopes(functools.partial(unrolled, backend)), wanted)
+
+
 def test_per_example_masks_act_on_their_own_example():
     cell, params, carry, xs = setting((4,))
     wanted = cotangents(cell, (4,))

@@ -19,7 +19,7 @@ from recurrent_gates import target
 from recurrent_gates.backends import native
 from recurrent_gates.backends.native import backend
 from recurrent_gates.scan import Loop, Settings, Stream
-from tests.support import array, assert_close, randomize, thinned
+from tests.support import array, assert_close, assert_identical, randomize, thinned
 
 TOLERANCE = 1e-5  # of float32 sums of a few hundred terms, beside float64
 CELLS = {
@@ -252,17 +252,39 @@ def test_exported_programs_hold_no_kernel(name):
     assert_close(restored.call(*values), run(*values), TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["lstm", "gato1"])
-def test_second_derivatives_are_the_scans(name):
-    cell, (params, xs, carry) = arrays(CELLS[name], "small")
+@pytest.mark.parametrize(("name", "fns"), [("lstm", ()), ("gru", FNS), ("gato1", FNS)])
+def test_second_derivatives_are_the_scans(name, fns):
+    cell, operands = arrays(CELLS[name], "small")
+    fns = tuple(fn(field="r" if name == "gato1" else "h") for fn in fns)
+    options = dict(carry_fns=fns, noise=[np.arange(5) % 2 == 1, None] if fns else None)
+
+    def slopes(backend):
+        def loss(*operands):
+            return jnp.sum(jnp.sin(rg.unroll(cell, *operands, backend=backend, **options)[1]))
+
+        def penalty(*operands):
+            gradients = jax.grad(loss, (0, 1, 2))(*operands)
+            return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(gradients))
+
+        return jax.jit(jax.grad(penalty, (0, 1, 2)))(*operands)
+
+    assert_close(slopes("native"), slopes("scan"), 2e-5)
+
+
+def test_a_gradient_that_is_not_finite_is_stopped():
+    cell, (params, xs, carry) = arrays(rg.LSTM, "small")
+    stop = (rg.Damp(1.0),)
 
     def slope(backend):
-        def loss(xs):
-            return jnp.sum(jnp.sin(rg.unroll(cell, params, xs, carry, backend=backend)[1]))
+        def loss(h):
+            start = carry._replace(h=h)
+            ys = rg.unroll(cell, params, xs, start, carry_fns=stop, backend=backend)[1]
+            return jnp.sum(jnp.where(ys > 9, ys, jnp.inf * ys))
 
-        return jax.jit(jax.grad(lambda xs: jnp.sum(jax.grad(loss)(xs) ** 2)))(xs)
+        return jax.grad(loss)(carry.h)
 
-    assert_close(slope("native"), slope("scan"), 1e-5)
+    assert_identical(slope("native"), jnp.zeros_like(carry.h))
+    assert_identical(slope("scan"), jnp.zeros_like(carry.h))
 
 
 @pytest.mark.parametrize("name", ["lstm", "gato1"])
@@ -388,9 +410,11 @@ def test_auto_takes_kernels():
     assert "custom_call @recurrent_gates_lstm_forward" in lowered
 
 
-def test_long_sequences_are_taken_in_chunks():
-    cell = rg.LSTM(256)
-    step = 4 * 100 * 256 * (4 + 2)  # bytes of 100 rows: pre-activations, c and h
+@pytest.mark.parametrize(("name", "numbers"), [("lstm", 4 + 2), ("gru", 3 + 1 + 1), ("janet", 3)])
+def test_long_sequences_are_taken_in_chunks(name, numbers):
+    """Numbers of a unit and step: pre-activations, a product that a reset keeps apart, carries."""
+    cell = CELLS[name](256)
+    step = 4 * 100 * 256 * numbers  # bytes of 100 rows
     most = backend._KEPT_BYTES // step
     for steps, expected in ((most, None), (most + 1, backend._CHUNK_BYTES // step)):
         asked = loop(cell).replace(

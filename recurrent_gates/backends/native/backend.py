@@ -50,7 +50,8 @@ def _served(cell: Cell) -> _Served | None:
     if kernels is None:
         return None
     fields = 2 if isinstance(cell, LSTM) else 1
-    return _Served(kernels.name, len(kernels.slots) + fields, "h", masks=True)
+    kept = len(kernels.slots) + kernels.apart + fields
+    return _Served(kernels.name, kept, "h", masks=True)
 
 
 def unsupported(loop: Loop) -> str | None:

@@ -25,9 +25,9 @@ from recurrent_gates.backends.native.kernel import (
     InputCotangents,
     Kernel,
     Masks,
-    Scale,
     gradient_scale,
     loop_of_cotangents,
+    scaled_steps,
     threads,
 )
 from recurrent_gates.backends.shared.accumulation import shifted
@@ -231,13 +231,19 @@ class _Gated(Kernel):
         return self.kernels.name
 
     @property
+    def field(self) -> str:
+        return "h"
+
+    @property
     def has_c(self) -> bool:
         return isinstance(self.cell, LSTM)
 
 
 @dataclasses.dataclass(frozen=True)
 class Forward(_Gated):
-    """(params, xs, carry, masks) -> ``Outputs``, flattened.
+    """(params, xs, carry, scale, masks) -> ``Outputs``, flattened.
+
+    No output depends on the scale, but their derivatives do.
 
     Attributes:
       keep: whether a backward pass follows.
@@ -249,7 +255,8 @@ class Forward(_Gated):
 
     @staticmethod
     def of(loop: Loop, *, keep: bool) -> Outputs:
-        leaves, tree = jax.tree.flatten((loop.params, loop.xs, loop.carry, Masks.of(loop)))
+        read = loop.params, loop.xs, loop.carry, gradient_scale(loop), Masks.of(loop)
+        leaves, tree = jax.tree.flatten(read)
         settings = loop.settings
         all_cs = keep or settings.keep_carries
         operation = Forward(settings.cell, tree, settings.reverse, threads(), keep, all_cs)
@@ -262,7 +269,7 @@ class Forward(_Gated):
         return Outputs(hs, cs, *rest)
 
     def native(self, *leaves: jax.Array) -> list[jax.Array]:
-        params, xs, carry, masks = jax.tree.unflatten(self.tree, leaves)
+        params, xs, carry, _, masks = jax.tree.unflatten(self.tree, leaves)
         assert isinstance(self.cell, SlotCell)
         _, slots, apart = self.kernels
         steps, rows, _ = xs.shape
@@ -355,9 +362,7 @@ class Backward(_Gated):
         if apart:
             inputs[f"{slots[-1]}_input"] = inputs.pop(slots[-1])
             sides[slots[-1]] = out.own
-        loop = self._loop(Weights(weights, {}, {}), inputs, carry, masks)
-        if scale is not None:
-            loop = loop.replace(carry_fns=(Scale(0.0),), stream=masks.stream((scale,)))
+        loop = self._loop(Weights(weights, {}, {}), inputs, carry, scale, masks)
         d_carries = _carry(d_hs, None)
         if self.has_c:
             d_carries = _carry(d_hs, jnp.zeros_like(d_hs) if d_cs is None else d_cs)
@@ -378,12 +383,13 @@ class GatedInputCotangents(_Gated, InputCotangents):
 
 @dataclasses.dataclass(frozen=True)
 class WeightGradients(_Gated):
-    """(xs, initial h, h of all steps, cotangents of z and own, masks) -> ``Gradients``."""
+    """(xs, initial h, h of all steps, cotangents of z and own, scale, masks) -> ``Gradients``."""
 
     @staticmethod
     def of(loop: Loop, out: Outputs, d: Cotangents) -> Gradients:
         masks = Masks.of(loop)._replace(valid=None)  # cotangents of other steps are zero
-        leaves, tree = jax.tree.flatten((loop.xs, loop.carry.h, out.hs, d.z, d.own, masks))
+        read = loop.xs, loop.carry.h, out.hs, d.z, d.own, gradient_scale(loop), masks
+        leaves, tree = jax.tree.flatten(read)
         settings = loop.settings
         operation = WeightGradients(settings.cell, tree, settings.reverse, threads())
         arrays = switch.run(operation, *leaves)
@@ -393,7 +399,7 @@ class WeightGradients(_Gated):
         return Gradients(kernels, weights, biases, own_bias)
 
     def native(self, *leaves: jax.Array) -> list[jax.Array]:
-        xs, h, hs, d_z, d_own, masks = jax.tree.unflatten(self.tree, leaves)
+        xs, h, hs, d_z, d_own, _, masks = jax.tree.unflatten(self.tree, leaves)
         _, slots, apart = self.kernels
         inputs, features, count = xs.shape[-1], h.shape[-1], len(slots)
         operands = [xs, h, hs, d_z, *([d_own] if apart else []), *masks.flags]
@@ -404,11 +410,12 @@ class WeightGradients(_Gated):
         return [*self._call("gradients", shapes, operands, masks=masks.kind)]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:
-        xs, h, hs, d_z, d_own, masks = jax.tree.unflatten(self.tree, leaves)
+        xs, h, hs, d_z, d_own, scale, masks = jax.tree.unflatten(self.tree, leaves)
         count = len(self.kernels.slots)
         before = shifted(h, hs, self.reverse)
         if masks.resets is not None:
             before = jnp.where(masks.resets[..., None], masks.reset_carry.h[None], before)
+        before = scaled_steps(before, scale)
         d_inputs = jnp.split(d_z, count, axis=-1)
         d_products = [*d_inputs[:-1], d_inputs[-1] if d_own is None else d_own]
 

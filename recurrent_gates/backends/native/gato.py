@@ -21,9 +21,9 @@ from recurrent_gates.backends.native import switch
 from recurrent_gates.backends.native.kernel import (
     InputCotangents,
     Kernel,
-    Scale,
     gradient_scale,
     loop_of_cotangents,
+    scaled_steps,
     threads,
 )
 from recurrent_gates.backends.shared.accumulation import feeding, shifted
@@ -32,7 +32,7 @@ from recurrent_gates.backends.shared.rows import projected
 from recurrent_gates.base import Cell
 from recurrent_gates.declared import Params, Weights
 from recurrent_gates.gato import GATO, GatedDecay, GATOState, OneLayer
-from recurrent_gates.scan import Loop, Segment, Stream
+from recurrent_gates.scan import Loop, Segment
 from recurrent_gates.shapes import lead
 
 NAME = "gato"  # in ``library.CELLS``
@@ -178,6 +178,10 @@ class _GATO(Kernel):
         return NAME
 
     @property
+    def field(self) -> str:
+        return "r"
+
+    @property
     def units(self) -> int:
         assert isinstance(self.cell, GATO)
         return self.cell.units
@@ -190,7 +194,9 @@ class _GATO(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class Forward(_GATO):
-    """(params, xs, carry) -> ``Outputs``, flattened.
+    """(params, xs, carry, scale) -> ``Outputs``, flattened.
+
+    No output depends on the scale, but their derivatives do.
 
     Attributes:
       keep: whether a backward pass follows.
@@ -202,14 +208,14 @@ class Forward(_GATO):
 
     @staticmethod
     def of(loop: Loop, *, keep: bool) -> Outputs:
-        leaves, tree = jax.tree.flatten((loop.params, loop.xs, loop.carry))
+        leaves, tree = jax.tree.flatten((loop.params, loop.xs, loop.carry, gradient_scale(loop)))
         settings = loop.settings
         all_ss = keep or settings.keep_carries
         operation = Forward(settings.cell, tree, settings.reverse, threads(), keep, all_ss)
         return Outputs(*switch.run(operation, *leaves))
 
     def native(self, *leaves: jax.Array) -> list[jax.Array]:
-        params, xs, carry = jax.tree.unflatten(self.tree, leaves)
+        params, xs, carry, _ = jax.tree.unflatten(self.tree, leaves)
         operands = [jnp.asarray(self.numbers), xs, *_by_slot(params, "kernel"), *_biases(params)]
         operands += [*_by_slot(params, "recurrent_kernel"), carry.r, carry.s]
         (steps, rows, _), units, count = xs.shape, self.units, len(SLOTS)
@@ -219,7 +225,8 @@ class Forward(_GATO):
         return [*self._call("forward", shapes, operands, keep=self.keep)]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:
-        loop = self._loop(*jax.tree.unflatten(self.tree, leaves))
+        params, xs, carry, scale = jax.tree.unflatten(self.tree, leaves)
+        loop = self._loop(params, xs, carry, scale)
         cell, z = self.cell, projected(loop)
         _, looped, pre = fused.run(product_loop(feeding(loop), z))
         last, carries = fused.accumulate(loop, z, looped)
@@ -227,7 +234,7 @@ class Forward(_GATO):
         if isinstance(cell, GATO) and cell.emit_s_only:
             out[0] = jnp.concatenate([out[0], carries.r], axis=-1)
         if self.keep:
-            before = shifted(loop.carry, carries, self.reverse).r
+            before = scaled_steps(shifted(loop.carry, carries, self.reverse).r, scale)
             on_r = loop.params["g"]["recurrent_kernel"]["s"]
             of_s = z["g"]["s"] + lead(on_r, before) * before
             out.append(jnp.concatenate([pre["gate"], pre["candidate"], of_s], axis=-1))
@@ -287,14 +294,12 @@ class Backward(_GATO):
             d_rs, d_first = d_rs + jnp.concatenate([d_read[1:], none]), d_read[0]
         vectors = {"gate": weights[0], "candidate": weights[1]}
         pre = {"gate": gate, "candidate": candidate}
-        loop = feeding(self._loop(Weights({}, vectors, {}), pre, carry))
-        if scale is not None:
-            loop = loop.replace(carry_fns=(Scale(0.0, field="r"),), stream=Stream(noise=(scale,)))
+        loop = feeding(self._loop(Weights({}, vectors, {}), pre, carry, scale))
         rs = loop.carry._replace(r=out.ys[..., units:])
         cotangents = d_last._replace(s=None), loop.carry._replace(r=d_rs)
         d_carry, _, d_pre, _ = fused.run_back(residuals(loop, rs, pre), loop.params, cotangents)
         sides = [d_pre["gate"], d_pre["candidate"], d_of_s]
-        before = shifted(carry.r, rs.r, reverse)
+        before = scaled_steps(shifted(carry.r, rs.r, reverse), scale)
         d_weights = [jnp.sum(d * before, (0, 1)) for d in sides]
         d_s = d_totals[-1 if reverse else 0]
         return [jnp.concatenate(sides, axis=-1), *d_weights, d_carry.r + d_first, d_s]

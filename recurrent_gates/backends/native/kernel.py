@@ -22,7 +22,6 @@ from recurrent_gates.carry import (
     get_field,
     scale_gradient,
     set_field,
-    stop_gradient_where,
 )
 from recurrent_gates.declared import Carry, Params
 from recurrent_gates.scan import Loop, Settings, Stream
@@ -90,6 +89,11 @@ class Kernel(abc.ABC):
     def name(self) -> str:
         """Of the cell's kernels in ``library.CELLS``."""
 
+    @property
+    @abc.abstractmethod
+    def field(self) -> str:
+        """Of the carry, what feeds back."""
+
     def _call(
         self,
         function: str,
@@ -106,11 +110,24 @@ class Kernel(abc.ABC):
         numbers = {"reverse": self.reverse, "threads": self.threads, **attributes}
         return call(*operands, **{name: np.int64(n) for name, n in numbers.items()})
 
-    def _loop(self, params: Any, xs: Any, carry: Carry, masks: Masks = NO_MASKS) -> Loop:
-        """The loop in JAX, for the portable form."""
+    def _loop(
+        self,
+        params: Any,
+        xs: Any,
+        carry: Carry,
+        scale: jax.Array | None,
+        masks: Masks = NO_MASKS,
+    ) -> Loop:
+        """The loop in JAX, for the portable form.
+
+        Args:
+          params, xs, carry, masks: its arrays.
+          scale: of ``gradient_scale``.
+        """
         settings = Settings(self.cell, batch_dims=1, reverse=self.reverse)
         reset_carry = carry if masks.reset_carry is None else masks.reset_carry
-        return Loop(settings, params, xs, carry, reset_carry, (), masks.stream())
+        fns, noise = ((), ()) if scale is None else ((Scale(0.0, field=self.field),), (scale,))
+        return Loop(settings, params, xs, carry, reset_carry, fns, masks.stream(noise))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +189,9 @@ class Scale(CarryFn):
     """The gradient of a field times a number that each step is given as noise."""
 
     def before(self, noise_t: jax.Array, carry: Carry) -> Carry:
-        value = scale_gradient(get_field(carry, self.field), noise_t)
-        value = stop_gradient_where(noise_t == 0, value)
-        return set_field(carry, self.field, value)
+        return set_field(carry, self.field, scale_gradient(get_field(carry, self.field), noise_t))
+
+
+def scaled_steps(read: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """What steps read of a field, ``[T, B, F]``, with the gradient that ``Scale`` leaves of it."""
+    return read if scale is None else scale_gradient(read, scale[:, None, None])

@@ -290,6 +290,17 @@ def test_second_derivatives_are_the_scans(name, gpu, request):
     assert_close(*results)
 
 
+def test_second_derivatives_of_the_two_layer_increment_are_refused():
+    cell = CELLS["gato2"]
+    params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
+
+    def slope(x):
+        return jax.grad(lambda x: jnp.sum(rg.unroll(cell, params, x * xs, backend="pallas")[1]))(x)
+
+    with pytest.raises(ValueError, match="first derivatives alone of GATO's two-layer increment"):
+        jax.eval_shape(jax.grad(slope), 1.0)
+
+
 @pytest.mark.parametrize(
     ("name", "reverse"), [("gato1", False), ("gato2", True), ("replace", False)]
 )

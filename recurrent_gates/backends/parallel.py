@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from recurrent_gates import target
+from recurrent_gates.backends.shared.once import once
 from recurrent_gates.backends.shared.rows import projected
 from recurrent_gates.carry import CarryFn, Detach, Zoneout, get_field
 from recurrent_gates.declared import Carry
@@ -167,18 +168,10 @@ class _Run(NamedTuple):
     resets: jax.Array | None
 
 
-@jax.custom_jvp
-def _once(tree: Any) -> Any:
-    """Of a gradient on which carry functions act: what the step read is not kept as it read it."""
-    return tree
-
-
-@_once.defjvp
-def _second_derivatives(*_: Any) -> Any:
-    raise ValueError(
-        "The parallel backend serves first derivatives alone where a carry function acts on "
-        "gradients. Use backend='scan'."
-    )
+_ACTED_ON = (
+    "The parallel backend serves first derivatives alone where a carry function acts on "
+    "gradients. Use backend='scan'."
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -191,7 +184,8 @@ def _forward(traversal: _Traversal, run: _Run) -> tuple[tuple[Vector, Vector], A
     last, values = _recurrence(traversal, run)
     values = kept(values)
     if traversal.once:
-        last, values = _once((last, values))
+        # What a step read is not kept as it read it.
+        last, values = once(_ACTED_ON, (last, values))
     return (last, values), (run.back, values, run.start, run.resets)
 
 
@@ -206,7 +200,7 @@ def _backward(
     if resets is not None:  # what a reset does not read may be NaN
         before = tuple(jnp.where(expand(resets, h), jnp.zeros_like(h), h) for h in before)
     if traversal.once:
-        d_new, d_start = _once((d_new, d_start))
+        d_new, d_start = once(_ACTED_ON, (d_new, d_start))
     d_slopes = tuple(tuple(d * h for h in before) for d in d_new)
     return (_Run(d_slopes, None, d_new, d_start, None),)
 

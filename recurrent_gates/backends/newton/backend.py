@@ -30,6 +30,7 @@ from recurrent_gates.backends.shared.accumulation import (
     summing,
     unnamed_field,
 )
+from recurrent_gates.backends.shared.once import once
 from recurrent_gates.base import Cell, feed_back, summed_fields
 from recurrent_gates.carry import get_field
 from recurrent_gates.declared import Carry, Params, Slots
@@ -138,17 +139,8 @@ def _solved(loop: Loop) -> tuple[Carry, Carry, Report | None]:
     return *add_up(step, sums.bounded, loop.carry, inputs, **how), None
 
 
-@jax.custom_jvp
-def _found(tree: Any) -> Any:
-    """What was solved for. Its derivatives are not those of the passes that led to it."""
-    return tree
-
-
-@_found.defjvp
-def _second_derivatives(*_: Any) -> Any:
-    raise ValueError(
-        "The newton backend serves first derivatives in reverse mode alone. Use backend='scan'."
-    )
+# The derivatives of what was solved for are not those of the passes that led to it.
+_SOLVED = "The newton backend serves first derivatives in reverse mode alone. Use backend='scan'."
 
 
 @jax.custom_vjp
@@ -160,7 +152,7 @@ def _recurrence(loop: Loop) -> tuple[Carry, Carry]:
 def _forward(loop: Loop) -> tuple[tuple[Carry, Carry], Any]:
     last, carries, found = _solved(loop)
     _warn(loop.settings, "forward", found)
-    last, carries = _found((last, kept(carries)))
+    last, carries = once(_SOLVED, (last, kept(carries)))
     return (last, carries), (loop, carries)
 
 
@@ -185,7 +177,7 @@ def _backward(residuals: tuple[Loop, Carry], cotangents: tuple[Carry, Carry]) ->
     else:
         d_carry, d_before, found = solve(_adjoint_step, d_last, inputs, linear=True, **how)
         _warn(settings, "backward", found)
-    d_carry, d_before = _found((d_carry, d_before))
+    d_carry, d_before = once(_SOLVED, (d_carry, d_before))
 
     d_new = jax.tree.map(jnp.add, d_carries, shifted(d_last, d_before, not reverse))
     _, pullback = jax.vjp(

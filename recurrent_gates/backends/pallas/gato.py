@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 
 from recurrent_gates.backends.pallas.loop import ON_CHIP, compiler_params, on_platform
 from recurrent_gates.backends.shared import two_layer
+from recurrent_gates.backends.shared.once import once
 from recurrent_gates.declared import Params
 from recurrent_gates.shapes import kernel_result
 
@@ -56,8 +57,14 @@ def _forward(*inputs: jax.Array) -> tuple[jax.Array, Any]:
     return _two_layer_sum(*inputs), inputs
 
 
+_KERNEL = (
+    "The pallas backend serves first derivatives alone of GATO's two-layer increment. "
+    "Use backend='scan'."
+)
+
+
 def _backward(inputs: Any, d_total: jax.Array) -> tuple:
-    return on_platform(_backward_call, *inputs, d_total)
+    return on_platform(_backward_call, *once(_KERNEL, (*inputs, d_total)))
 
 
 _two_layer_sum.defvjp(_forward, _backward)

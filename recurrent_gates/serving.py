@@ -88,8 +88,8 @@ def stepper(
 
     The products that read the input and the state are one, where the cell is a ``SlotCell`` whose
     step is the declared one (LSTM, GRU, JANET, Elman). On a CPU of several cores a step of up to
-    six rows and 2^19 multiplications or more is a loop of one step of the backend ``native``, where
-    that serves the cell: reading the weights is then most of it.
+    twelve rows and 2^19 multiplications or more is a loop of one step of the backend ``native``,
+    where that serves the cell: reading the weights is then most of it.
 
     Args:
       cell: an unbound cell.

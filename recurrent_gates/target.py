@@ -81,7 +81,8 @@ def cores() -> int:
     """The number of this machine's cores.
 
     Returns:
-      That of those which this process may use; fewer where a container gives it less time.
+      That of those which the calling thread may use; fewer where a container (cgroup v2) gives
+      it less time.
     """
     if hasattr(os, "sched_getaffinity"):
         return min(len(os.sched_getaffinity(0)), _most_at_once())

@@ -56,6 +56,63 @@ def test_a_damaged_library_is_compiled_anew(monkeypatch, tmp_path):
     assert path.read_bytes() == whole
 
 
+def test_a_library_that_never_loads_is_compiled_in_vain_once(fresh, monkeypatch):
+    """On a file system without programs, say: later processes are told so at once."""
+    compiled, output = [], library._output
+
+    def played(command):
+        if "-o" not in command:
+            return output(command)
+        compiled.append(command)
+        pathlib.Path(command[-1]).write_bytes(b"no library")
+        return ""
+
+    monkeypatch.setattr(library, "_output", played)
+    for times in (2, 2, 2):
+        assert fresh("janet").startswith("kernels cannot be loaded: ")
+        assert len(compiled) == times
+
+
+def test_what_the_system_refuses_is_a_reason(fresh, monkeypatch):
+    """A home of somebody else, for one."""
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(pathlib.Path, "exists", refuse)
+    assert "cannot be had on this machine: [Errno 13] Permission denied" in fresh("lstm")
+
+
+def test_a_compiler_that_cannot_be_read_is_a_reason(fresh, monkeypatch):
+    monkeypatch.setenv("CXX", 'g++ "')
+    assert fresh("lstm") == "kernels cannot be had on this machine: No closing quotation."
+
+
+@pytest.mark.long
+def test_fast_mathematics_are_turned_off(fresh, monkeypatch):
+    """A compiler that is told to add up in any order has other numbers."""
+    monkeypatch.setenv("CXX", "c++ -ffast-math")
+    assert fresh("janet") is None
+
+
+@pytest.mark.long
+def test_a_compiler_that_adds_up_in_another_order_is_refused(fresh, monkeypatch):
+    monkeypatch.setenv("CXX", "c++ -ffast-math")
+    monkeypatch.setattr(
+        library, "_FLAGS", tuple(flag for flag in library._FLAGS if flag != "-fno-fast-math")
+    )
+    assert fresh("janet").startswith("the C++ compiler adds up in another order than is written")
+
+
+def test_a_library_that_is_there_is_left_to_those_who_loaded_it(tmp_path):
+    path = tmp_path / "library.so"
+    for name in ("first", "second"):
+        built = tmp_path / name
+        built.write_text(name)
+        library._publish(built, path)
+    assert path.read_text() == "first"
+
+
 def test_a_machine_without_a_home_is_told_so(fresh, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(

@@ -23,7 +23,8 @@ import jax
 
 _LOGGER = logging.getLogger("recurrent_gates")
 _SOURCES = pathlib.Path(__file__).parent / "kernels"
-_FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-w")
+# A sum that is added up in another order is another number: exponential rests on it.
+_FLAGS = ("-std=c++17", "-O3", "-fno-fast-math", "-shared", "-fPIC", "-w")
 _SWITCH = "RECURRENT_GATES_NATIVE"
 _SECONDS = 120  # beyond which a compiler is taken for dead
 
@@ -57,6 +58,10 @@ def missing(cell: str) -> str | None:
         library = _loaded(cell)
     except UnavailableError as error:
         return str(error)
+    except (OSError, ValueError) as error:
+        return f"kernels cannot be had on this machine: {error}."
+    if not library.rg_adds_in_order():
+        return "the C++ compiler adds up in another order than is written; see its flags in $CXX."
     for function in FUNCTIONS:
         handler = jax.ffi.pycapsule(getattr(library, f"rg_{function}"))
         jax.ffi.register_ffi_target(target(cell, function), handler, platform="cpu")
@@ -64,15 +69,22 @@ def missing(cell: str) -> str | None:
 
 
 def _loaded(cell: str) -> ctypes.CDLL:
-    """The library of a cell; one that cannot be loaded is compiled anew, once."""
+    """The library of a cell; one that cannot be loaded is compiled anew, once.
+
+    If the new one cannot be loaded either, a file beside it says so to later processes.
+    """
     path = _built(cell)
+    vain = path.with_suffix(".vain")
     try:
         return ctypes.CDLL(str(path))
-    except OSError:
-        path.unlink(missing_ok=True)
+    except OSError as error:
+        if vain.exists():
+            raise UnavailableError(f"kernels cannot be loaded: {error}.") from None
+    path.unlink(missing_ok=True)
     try:
         return ctypes.CDLL(str(_built(cell)))
     except OSError as error:
+        vain.touch()
         raise UnavailableError(f"kernels cannot be loaded: {error}.") from None
 
 
@@ -146,9 +158,19 @@ def _compile(cell: str, command: list[str], path: pathlib.Path) -> None:
         with tempfile.TemporaryDirectory(dir=path.parent) as directory:
             built = pathlib.Path(directory) / "kernels.so"
             _output([*command, "-o", str(built)])
-            built.replace(path)
+            _publish(built, path)
     except OSError as error:
         raise UnavailableError(f"kernels cannot be written to {path.parent}: {error}.") from None
+
+
+def _publish(built: pathlib.Path, path: pathlib.Path) -> None:
+    """Moves a file to where others look for it; one that they may have loaded is left to them."""
+    try:
+        os.link(built, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        built.replace(path)
 
 
 def _output(command: list[str]) -> str:
@@ -159,7 +181,13 @@ def _output(command: list[str]) -> str:
     """
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_SECONDS
+            command,
+            env={**os.environ, "LC_ALL": "C"},  # a version is the same in every language
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UnavailableError(f"the C++ compiler cannot be run: {error}.") from None

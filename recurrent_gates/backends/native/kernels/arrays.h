@@ -30,7 +30,7 @@ struct Arrays {
   int64_t cs_steps;  // of cs: all, or 1, which then holds the last
   float* packed;
   // By row: kInvalid where a step keeps the carry, kReset where it first takes c_reset and h_reset.
-  // Null: none. The carry that a step reads is then in c_in and h_in, [2, B, F], by turns.
+  // Null: none. With resets the carry that a step reads is in c_in and h_in, [2, B, F], by turns.
   const int32_t* flags;
   const float *c_reset, *h_reset;  // null: no resets
   float *c_in, *h_in, *d_c_reset, *d_h_reset;

@@ -66,4 +66,20 @@ inline bool answers_metadata(XLA_FFI_CallFrame* frame) {
   return true;
 }
 
+// Runs a kernel, or answers XLA's question for the version of the interface.
+template <typename Run>
+XLA_FFI_Error* answer(XLA_FFI_CallFrame* frame, Run run) {
+  if (answers_metadata(frame)) return nullptr;
+  try {
+    run(frame);
+  } catch (const std::bad_alloc&) {  // XLA's callers know no exceptions
+    XLA_FFI_Error_Create_Args args{};
+    args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+    args.message = "recurrent_gates: no memory is left for a kernel to work in.";
+    args.errc = XLA_FFI_Error_Code_RESOURCE_EXHAUSTED;
+    return frame->api->XLA_FFI_Error_Create(&args);
+  }
+  return nullptr;
+}
+
 }  // namespace

@@ -683,7 +683,7 @@ struct Backward {
           h_tm1 = load(a.resets(row) ? a.h_reset + state : from, n);
         }
         if (a.invalid(row)) {  // the carry is that of before: what reaches it passes by
-          std::fill_n(d_pre, G, zero());
+          for (int g = 0; g < G; ++g) d_pre[g] = zero();
         } else {
           Cell::backward(pre, z_u, h_tm1, c_tm1, c, d_c, d_h, d_pre, d_z_u);
         }
@@ -990,21 +990,17 @@ void gradients(const XLA_FFI_CallFrame* frame) {
 
 // A library holds one cell, RG_CELL: all of them would take six times as long to compile.
 extern "C" XLA_FFI_Error* rg_forward(XLA_FFI_CallFrame* frame) {
-  if (!answers_metadata(frame)) forward<RG_CELL>(frame);
-  return nullptr;
+  return answer(frame, forward<RG_CELL>);
 }
 
 extern "C" XLA_FFI_Error* rg_backward(XLA_FFI_CallFrame* frame) {
-  if (!answers_metadata(frame)) backward<RG_CELL>(frame);
-  return nullptr;
+  return answer(frame, backward<RG_CELL>);
 }
 
 extern "C" XLA_FFI_Error* rg_gradients(XLA_FFI_CallFrame* frame) {
-  if (!answers_metadata(frame)) gradients<RG_CELL>(frame);
-  return nullptr;
+  return answer(frame, gradients<RG_CELL>);
 }
 
 extern "C" XLA_FFI_Error* rg_inputs(XLA_FFI_CallFrame* frame) {
-  if (!answers_metadata(frame)) inputs<RG_CELL>(frame);
-  return nullptr;
+  return answer(frame, inputs<RG_CELL>);
 }

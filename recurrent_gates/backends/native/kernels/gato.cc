@@ -400,21 +400,17 @@ void gradients(const XLA_FFI_CallFrame* frame) {
 }  // namespace
 
 extern "C" XLA_FFI_Error* rg_forward(XLA_FFI_CallFrame* frame) {
-  if (!answers_metadata(frame)) forward(frame);
-  return nullptr;
+  return answer(frame, forward);
 }
 
 extern "C" XLA_FFI_Error* rg_backward(XLA_FFI_CallFrame* frame) {
-  if (!answers_metadata(frame)) backward(frame);
-  return nullptr;
+  return answer(frame, backward);
 }
 
 extern "C" XLA_FFI_Error* rg_gradients(XLA_FFI_CallFrame* frame) {
-  if (!answers_metadata(frame)) gradients(frame);
-  return nullptr;
+  return answer(frame, gradients);
 }
 
 extern "C" XLA_FFI_Error* rg_inputs(XLA_FFI_CallFrame* frame) {
-  if (!answers_metadata(frame)) inputs<Gato>(frame);
-  return nullptr;
+  return answer(frame, inputs<Gato>);
 }

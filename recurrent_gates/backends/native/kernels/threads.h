@@ -20,6 +20,16 @@
 
 namespace {
 
+// Whether a function of XLA's says that it failed; there is no pool, for one.
+inline bool failed(const XLA_FFI_CallFrame* frame, XLA_FFI_Error* error) {
+  if (error == nullptr) return false;
+  XLA_FFI_Error_Destroy_Args args{};
+  args.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
+  args.error = error;
+  frame->api->XLA_FFI_Error_Destroy(&args);
+  return true;
+}
+
 struct Range {
   int64_t begin, end;
 };
@@ -171,7 +181,7 @@ class Job {
     args.task = &Job::task;
     args.data = handed;
     scheduling() = true;
-    if (frame->api->XLA_FFI_ThreadPool_Schedule(&args) != nullptr) delete handed;
+    if (failed(frame, frame->api->XLA_FFI_ThreadPool_Schedule(&args))) delete handed;
     scheduling() = false;
     return false;
   }
@@ -373,7 +383,7 @@ inline int pool_threads(const XLA_FFI_CallFrame* frame) {
   args.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE;
   args.ctx = frame->ctx;
   args.num_threads = &threads;
-  return frame->api->XLA_FFI_ThreadPool_NumThreads(&args) == nullptr ? int(threads) : 1;
+  return failed(frame, frame->api->XLA_FFI_ThreadPool_NumThreads(&args)) ? 1 : int(threads);
 }
 
 }  // namespace

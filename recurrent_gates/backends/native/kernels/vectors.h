@@ -194,3 +194,9 @@ inline V hyperbolic_tangent(V unbounded) {
 }
 
 }  // namespace
+
+// Whether the compiler adds up in the order that is written, on which exponential rests.
+extern "C" int rg_adds_in_order() {
+  volatile float x = 0.7f;
+  return (x + kShift) - kShift == 1.0f;
+}

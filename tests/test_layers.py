@@ -431,6 +431,22 @@ def test_a_stack_is_its_layers_in_turn(how):
     assert_identical(again, carries)
 
 
+def test_every_layer_of_a_stack_is_masked_and_reset():
+    cells = build("lstm"), build("ur_gru")
+    model, x = rg.Stack(cells, return_carry=True), array(8, BATCH, STEPS, INPUTS)
+    draw = np.random.default_rng(0)
+    valid, resets = (jnp.asarray(draw.random((BATCH, STEPS)) < p) for p in (0.7, 0.3))
+    again = tuple(state(cell, (BATCH,), seed) for seed, cell in enumerate(cells))
+    moved = variables(model, x)
+    carries, ys = apply(model, moved, x, valid=valid, resets=resets, reset_carry=again)
+    y = jnp.swapaxes(x, 0, 1)
+    for index, cell in enumerate(cells):
+        how = dict(valid=valid.T, resets=resets.T, reset_carry=again[index])
+        carry, y = unroll(cell, moved["params"][f"cells_{index}"], y, **how)
+        assert_close(carries[index], carry, tolerance=1e-13)
+    assert_close(jnp.swapaxes(ys, 0, 1), y, tolerance=1e-13)
+
+
 @pytest.mark.parametrize("time_major", [False, True])
 def test_given_masks_are_factors_between_layers(time_major):
     """Instead of what would be drawn; laid out as the layers' outputs."""

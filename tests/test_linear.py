@@ -81,6 +81,28 @@ def test_how_the_decays_start():
     assert_close(turn, np.linspace(0, 2 * np.pi, 4096), 3e-2)
 
 
+@pytest.mark.parametrize("name", [*FAMILIES, "gato"])
+def test_a_forget_bias_is_where_the_bias_of_f_starts(name):
+    def start(forget_bias):
+        gate = rg.Gate(forget_bias=forget_bias)
+        how = dict(f=rg.GatedDecay(gate=gate)) if name == "gato" else dict(gate=gate)
+        params = build(name, **how).init_params(jax.random.key(0), INPUTS)
+        return params.get("f", params)["bias"]
+
+    low, high = start(-1.0), start(3.0)
+    assert_close(high, {**low, "f": low["f"] + 4})
+
+
+def test_how_the_maps_of_the_lru_start():
+    """Normal, the real and the imaginary parts of B with half of a kernel's variance each."""
+    units, inputs = 256, 64
+    params = rg.LRU(units).init_params(jax.random.key(0), inputs)
+    scales = {"kernel": (2 * inputs) ** -0.5, "out_kernel": units**-0.5, "skip": inputs**-0.5}
+    for name, scale in scales.items():
+        for leaf in jax.tree.leaves(params[name]):
+            np.testing.assert_allclose(np.std(leaf), scale, rtol=0.03, err_msg=name)
+
+
 def test_saturated_gates_of_the_minlstm_keep_their_shares():
     """f and i of 1e-25: their shares are exact, and so is the gradient."""
     cell = build("minlstm", param_dtype=jnp.float32)

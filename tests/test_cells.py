@@ -348,6 +348,26 @@ def test_both_ways_to_start_are_one_law(name):
     assert len(distinct) == len(drawn), "two leaves were drawn with one key"
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *((name, {}) for name in ("ur_mingru", "minlstm", "rg_lru", "lru", "slstm", "ur_gato")),
+        ("ur_rmc", {"blocks": 2, "mlp_layers": 2}),
+        ("ur_dnc", {"memory_slots": 6, "word_size": 5, "read_heads": 2}),
+        ("ur_rma", {"memory_slots": 6, "word_size": 8, "read_heads": 2, "top_k": 3}),
+    ],
+)
+def test_no_two_leaves_are_drawn_with_one_key(name, settings):
+    """A key's draws of other shapes and scales begin alike, too."""
+    params = rg.CELLS[name](16, **settings).init_params(jax.random.key(0), 16)
+    params.pop("gamma", None)  # the LRU's is made from nu
+    drawn = [np.ravel(leaf) for leaf in jax.tree.leaves(params) if np.unique(leaf).size > 1]
+    for at, one in enumerate(drawn):
+        for other in drawn[:at]:
+            shared = min(one.size, other.size)
+            assert abs(np.corrcoef(one[:shared], other[:shared])[0, 1]) < 0.9
+
+
 @pytest.mark.parametrize("name", ["lstm", "ur_lstm", "gru", "janet", "rnn", "om_lstm"])
 def test_dense_cells_start_as_said(name):
     """Orthogonal recurrent kernels, LeCun normal input kernels, zero biases but f's constant."""

@@ -64,6 +64,18 @@ def test_counts_of_words_do_not_tell_the_verdict(drawn):
     assert bag.score(counts[4000:], verdicts[4000:]) < 0.75
 
 
+def test_steps_and_seeds_have_reviews_of_other_keys(monkeypatch):
+    def key_of_reviews(key, length, count):
+        return jax.random.key_data(key), jnp.zeros(count, bool)
+
+    monkeypatch.setattr(grammar, "reviews", key_of_reviews)
+    task = resolve(SENTIMENT, "small", {}).task
+    batches = [
+        task.batch({}, jax.random.key(seed), step, 4) for seed, step in ((0, 0), (0, 1), (1, 0))
+    ]
+    assert len({tuple(batch.inputs.tolist()) for batch in batches}) == 3
+
+
 @pytest.mark.long
 def test_padding_changes_nothing():
     """One more step in front gives the same loss and gradients."""
@@ -104,11 +116,16 @@ TEXTS = {
         "neg": ["A dull, dull film.<br /><br />I didn't like it!", "bad bad bad"],
         "pos": ["A great film", "great great great fun. Great!"],
     },
-    "test": {"neg": ["dull and unheard"], "pos": ["great fun"]},
+    "test": {
+        "neg": ["dull and unheard", "no fun."],
+        "pos": ["great fun", "A great, great film!"],
+    },
 }
 
 
-TWICE = {"train": TEXTS["train"], "test": TEXTS["train"]}
+def sorted_rows(words, verdicts):
+    """Reviews, each with its verdict, whatever their order."""
+    return sorted((*row, verdict) for row, verdict in zip(words.tolist(), verdicts, strict=True))
 
 
 def raw(folder, texts=TEXTS):
@@ -126,24 +143,24 @@ def no_prepared_sets(tmp_path, monkeypatch):
 
 
 def test_raw_reviews(tmp_path, no_prepared_sets):
-    raw(tmp_path / "other" / "aclImdb")
+    few = {verdict: texts[:1] for verdict, texts in TEXTS["test"].items()}
+    raw(tmp_path / "other" / "aclImdb", {**TEXTS, "test": few})
     with pytest.raises(UserError, match="the test part has 2, 1 of them in favour"):
         reviews.read(str(tmp_path / "other"), 5, 6, 4)
-    raw(tmp_path / "more" / "aclImdb", TWICE)
+    raw(tmp_path / "more" / "aclImdb")
     train, test = reviews.read(str(tmp_path / "more"), 5, 6, 4)
-    np.testing.assert_array_equal(train.words, test.words)
     words = ["great", "bad", "!", ".", "a", "dull"]  # 5, 3, 2, 2, 2, 2 times; film is next
     number = {word: at + 2 for at, word in enumerate(words)}
     expected = [
-        ["like", "it", "!"],
-        ["bad", "bad", "bad"],
-        ["a", "great", "film"],
-        ["great", "fun", ".", "great", "!"],
+        *(["like", "it", "!"], ["bad", "bad", "bad"]),
+        *(["a", "great", "film"], ["great", "fun", ".", "great", "!"]),
+        *(["dull", "and", "unheard"], ["no", "fun", "."]),
+        *(["great", "fun"], ["great", ",", "great", "film", "!"]),
     ]
-    for row, end in zip(train.words, expected, strict=True):
+    for row, end in zip([*train.words, *test.words], expected, strict=True):
         assert row[-len(end) :].tolist() == [number.get(word, reviews.UNKNOWN) for word in end]
     assert train.words[1, :2].tolist() == [reviews.PADDING] * 2
-    assert train.verdicts.tolist() == [False, False, True, True]
+    assert train.verdicts.tolist() == test.verdicts.tolist() == [False, False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +173,7 @@ def test_raw_reviews(tmp_path, no_prepared_sets):
     ],
 )
 def test_bad_folders_are_one_sentence(tmp_path, no_prepared_sets, name, content, sentence):
-    path = raw(tmp_path / "aclImdb", TWICE) / name
+    path = raw(tmp_path / "aclImdb") / name
     if content is None:
         path.rename(tmp_path / "gone")
     else:
@@ -177,10 +194,7 @@ def test_missing_reviews_are_one_sentence(tmp_path, no_prepared_sets):
 @fuzzed
 @given(st.binary(max_size=30), st.integers(0, 60), st.integers(0, 60))
 def test_mutated_reviews_give_a_sentence_or_numbers(tmp_path_factory, planted, at, width):
-    folder = raw(
-        tmp_path_factory.mktemp("imdb") / "aclImdb",
-        TWICE,
-    )
+    folder = raw(tmp_path_factory.mktemp("imdb") / "aclImdb")
     path = folder / "train" / "neg" / "0_0.txt"
     old = path.read_bytes()
     path.write_bytes(old[:at] + planted + old[at + width :])
@@ -198,12 +212,6 @@ def test_prepared_reviews(tmp_path, monkeypatch):
     """As tensorflow-datasets prepares them: the same numbers as from the raw files."""
     import tensorflow_datasets as tfds
 
-    examples = [
-        (text, label)
-        for label, verdict in enumerate(("neg", "pos"))
-        for text in TEXTS["train"][verdict]
-    ]
-
     class PlainText(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version("1.0.0")
         name = "plain_text"
@@ -219,35 +227,52 @@ def test_prepared_reviews(tmp_path, monkeypatch):
             )
 
         def _split_generators(self, _):
-            return {part: self._generate_examples() for part in ("train", "test")}
+            return {part: self._generate_examples(of) for part, of in TEXTS.items()}
 
-        def _generate_examples(self):
-            for at, (text, label) in enumerate(examples):
-                yield at, {"text": text, "label": label}
+        def _generate_examples(self, of):
+            for verdict, texts in of.items():
+                for text in texts:
+                    yield text, {"text": text, "label": verdict}
 
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     PlainText(
         data_dir=str(tmp_path / "imdb_reviews"), file_format="array_record"
     ).download_and_prepare()
-    train, _ = reviews.read(None, 5, 6, 4)
-    folder = tmp_path / "raw" / "aclImdb"
-    raw(folder, TWICE)
-    expected, _ = reviews.read(str(folder), 5, 6, 4)
-    order = np.lexsort(train.words.T)
-    np.testing.assert_array_equal(train.words[order], expected.words[np.lexsort(expected.words.T)])
-    assert sorted(train.verdicts.tolist()) == [False, False, True, True]
+    found = reviews.read(None, 5, 6, 4)
+    expected = reviews.read(str(raw(tmp_path / "raw" / "aclImdb")), 5, 6, 4)
+    for one, other in zip(found, expected, strict=True):
+        assert sorted_rows(*one) == sorted_rows(*other)
 
 
-def test_imdb_trains_for_a_few_steps(tmp_path, no_prepared_sets, monkeypatch):
-    raw(tmp_path / "aclImdb", TWICE)
+@pytest.fixture
+def imdb(tmp_path, no_prepared_sets, monkeypatch):
+    """Settings of IMDB with eight reviews."""
+    raw(tmp_path / "aclImdb")
     monkeypatch.setattr(reviews, "COUNT", 4)
-    settings = {
+    return {
         "dataset": "imdb",
         "data_dir": str(tmp_path),
         "validation_share": 0.25,
         "batch_size": 3,
         "vocabulary": 6,
         "length": 24,
+    }
+
+
+def test_validation_reviews_are_left_out_of_training(imdb):
+    data = resolve(SENTIMENT, "small", imdb).task.data().arrays
+    train, test = reviews.read(imdb["data_dir"], 24, 6, 4)
+    np.testing.assert_array_equal(data["sets"]["test"].inputs, test.words.T)
+    np.testing.assert_array_equal(data["sets"]["test"].targets[0], test.verdicts)
+    known, held_out = data["loaded"]["train"], data["sets"]["validation"]
+    words = np.concatenate([known.inputs, held_out.inputs.T])
+    verdicts = np.concatenate([known.targets, held_out.targets[0]])
+    assert sorted_rows(words, verdicts) == sorted_rows(*train)
+
+
+def test_imdb_trains_for_a_few_steps(imdb):
+    settings = {
+        **imdb,
         "hidden_size": 4,
         "embedding": 3,
         "epochs": 40,

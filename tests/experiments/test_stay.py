@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.adding.settings import ADDING
+from experiments.datasets import stays
 from experiments.settings.errors import UserError
 from experiments.settings.resolver import resolve as resolved
 from experiments.stay import generated
@@ -295,16 +296,42 @@ def test_a_run_on_files(cinc, tmp_path, capsys):
             assert record.stem not in re.split(r"[^0-9]+", path.read_text())
 
 
+def expected_parts(task):
+    """Inputs and labels of each part, in the scale of the training stays."""
+    every = task._stays
+    parts = stays.split(every)
+    scale = stays.Scale.of(every, parts[0])
+    for name, part in zip(("train", "validation", "test"), parts, strict=True):
+        yield name, stays.dense(every, part, task.longest, scale), every.long_stay[part]
+
+
+def test_held_out_stays_are_scaled_as_those_to_train_on(cinc):
+    task = resolve(**TINY, dataset="cinc2012", data_dir=str(cinc), longest=9).task
+    data = task.read()
+    for name, inputs, labels in list(expected_parts(task))[1:]:
+        np.testing.assert_array_equal(data[name].inputs, inputs.swapaxes(0, 1))
+        np.testing.assert_array_equal(data[name].targets[0], labels)
+
+
+def test_each_held_out_set_has_its_name():
+    loaded = {"train": object(), "validation": object(), "test": object()}
+    sets = resolve("gato").task.sets(loaded)
+    assert sets == {name: loaded[name] for name in ("validation", "test")}
+
+
 def test_an_epoch_meets_each_stay_once(cinc):
     task = resolve(**TINY, dataset="cinc2012", data_dir=str(cinc)).task
     data = task.read()
-    known = {row.tobytes() for row in data["train"].inputs}
+    _, inputs, labels = next(expected_parts(task))
+    known = {(row.tobytes(), label) for row, label in zip(inputs, labels, strict=True)}
+    assert len(known) == task.examples == 48
     seen = []
-    for step in range(len(known) // 8):
+    for step in range(48 // 8):
         batch = task.batch(data, jax.random.key(0), jnp.int32(step), 8)
-        seen += [row.tobytes() for row in np.asarray(batch.inputs).swapaxes(0, 1)]
-    assert len(set(seen)) == len(seen)
-    assert set(seen) <= known
+        rows = np.asarray(batch.inputs).swapaxes(0, 1)
+        seen += zip((row.tobytes() for row in rows), batch.targets[0].tolist(), strict=True)
+    assert len(seen) == 48
+    assert set(seen) == known
 
 
 @pytest.mark.long

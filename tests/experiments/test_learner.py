@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from experiments.settings.metrics import Metric
 from experiments.training import lanes as lanes_module
 from experiments.training import supervised
 from experiments.training.learner import Learner
-from experiments.training.models import EVALUATION, Pass
+from experiments.training.models import EVALUATION, Pass, recurred
 from experiments.training.state import Lane, Purpose, key_of
 from experiments.training.supervised import Batch, SupervisedTask
 from recurrent_gates import CELLS
@@ -294,7 +295,7 @@ class Draws(nn.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrawTask(SupervisedTask):
-    """Its loss is a number that the noise's, the dropout's or the data's key draws."""
+    """Its loss is a number that the key of a purpose draws."""
 
     purpose: str
     name = "draw"
@@ -309,9 +310,21 @@ class DrawTask(SupervisedTask):
     def sets(self, loaded):
         return {"held_out": Batch(jnp.zeros((1, 8, 1)), jnp.zeros((1, 8)))}
 
+    def drawn(self, purpose, key):
+        return jax.random.uniform(key) if self.purpose == purpose else jnp.float32(0)
+
+    def start(self, fresh, data, key, rows):
+        return jnp.full(rows.count, self.drawn("stream", key))
+
     def batch(self, loaded, key, step, size):
-        drawn = jax.random.uniform(key) if self.purpose == "data" else 0.0
-        return Batch(jnp.full((1, size, 1), drawn), jnp.zeros((1, size)))
+        return Batch(jnp.full((1, size, 1), self.drawn("data", key)), jnp.zeros((1, size)))
+
+    def draw(self, act, data, stream, key, step, rows):
+        window, _ = super().draw(act, data, stream, key, step, rows)
+        return window._replace(inputs=window.inputs + stream[None, :, None]), stream
+
+    def update(self, descend, learned, window, key):
+        return descend(learned, window._replace(inputs=window.inputs + self.drawn("update", key)))
 
     def score(self, outputs, batch):
         return {"loss": outputs[0, :, 0]}
@@ -321,14 +334,15 @@ def test_every_purpose_seed_and_step_has_its_own_key():
     """But not every learning rate: lanes of a seed see the same. Nothing is drawn to evaluate."""
     config = tiny(dropout=0.5, zoneout_h=0.5, seeds=2, learning_rates=(1e-3, 1e-2))
     seen = []
-    for purpose in ("noise", "dropout", "data"):
+    for purpose in ("noise", "dropout", "data", "stream", "update"):
         learner = prepare(dataclasses.replace(config, task=DrawTask(purpose=purpose)))
         steps = [learner.advance(learner.initial(), s, s + 1).loss_total for s in (0, 1)]
         of_seeds = np.asarray(steps).reshape(2, 2, 2)  # step, rate, seed
         np.testing.assert_array_equal(of_seeds[:, 0], of_seeds[:, 1])
-        seen += (of_seeds[:1] if purpose == "data" else of_seeds)[:, 0].ravel().tolist()
+        of_step = purpose not in ("data", "stream")
+        seen += (of_seeds if of_step else of_seeds[:1])[:, 0].ravel().tolist()
         np.testing.assert_array_equal(learner.evaluate(learner.initial())[1]["loss"], np.zeros(4))
-    assert len(set(seen)) == len(seen) == 10
+    assert len(set(seen)) == len(seen) == 16
 
 
 # Layers
@@ -378,6 +392,41 @@ def test_masks_between_layers():
     assert whole.layer_masks(steps, []) == ()
     assert dataclasses.replace(whole, layer_dropout=0.0).layer_masks(steps, [width]) is None
     assert dataclasses.replace(whole, dropout_key=None).layer_masks(steps, [width]) is None
+
+
+def test_masks_on_embedded_inputs():
+    """Two values of mean 1, drawn for each step, example and entry; rows are cut of them."""
+    steps, size, width, rate = 20, 30, 40, 0.25
+    whole = Pass(rows=Rows(0, size, size), dropout_key=jax.random.key(3), embedding_dropout=rate)
+    mask = np.asarray(whole.embedding_mask(steps, (width,)))
+    assert mask.shape == (steps, size, width)
+    assert set(np.unique(mask).tolist()) == {0.0, np.float32(4 / 3)}
+    assert abs(mask.mean() - 1) < 4 * np.sqrt(rate / (1 - rate) / mask.size)
+    for axis in range(3):
+        along = np.moveaxis(mask, axis, 0)
+        assert len({entry.tobytes() for entry in along}) == len(along), axis
+    own = dataclasses.replace(whole, rows=Rows(10, 5, size))
+    np.testing.assert_array_equal(own.embedding_mask(steps, (width,)), mask[:, 10:15])
+    assert dataclasses.replace(whole, embedding_dropout=0.0).embedding_mask(steps, ()) is None
+    assert dataclasses.replace(whole, dropout_key=None).embedding_mask(steps, ()) is None
+    layers = types.SimpleNamespace(encoder=lambda x: 2 * x, recurrent=lambda x, **_: x)
+    read = recurred(layers, jnp.ones_like(mask), whole, None, {})
+    np.testing.assert_array_equal(read, 2 * mask)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"dropout": 0.3}, {"embedding_dropout": 0.3}, {"layers": 2, "layer_dropout": 0.3}],
+    ids=str,
+)
+def test_a_training_step_drops_what_the_settings_say(settings):
+    learner = Learner(tiny(**settings))
+    during = learner._update._training_pass(Lane(0, 0.0), 0, Rows(0, 8, 8))
+    rates = {
+        name: getattr(during, name) for name in ("dropout", "layer_dropout", "embedding_dropout")
+    }
+    assert rates == dict.fromkeys(rates, 0) | {n: p for n, p in settings.items() if n in rates}
+    assert (during.dropout_key is None) == (not settings)
 
 
 def test_every_example_and_layer_has_its_own_mask_in_the_decoder():

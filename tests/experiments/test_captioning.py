@@ -13,18 +13,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.captioning import scoring
+from experiments.captioning import scenes, scoring
 from experiments.captioning.attention import AttendingCell, around_state
 from experiments.captioning.decoding import beam_search, greedy
-from experiments.captioning.model import END
+from experiments.captioning.model import END, Captioner, Features, Said
+from experiments.captioning.pictures import Window
 from experiments.captioning.settings import CAPTIONING
+from experiments.machine.mesh import Rows
 from experiments.settings.errors import UserError
 from experiments.settings.resolver import resolve
 from experiments.training import loop
 from experiments.training.learner import Learner
-from recurrent_gates import LSTM, Detach, unroll
+from experiments.training.models import Pass, TokenEncoder
+from recurrent_gates import GRU, LSTM, RNN, Detach, unroll
 from tests.experiments.probes.support import StopAfter
-from tests.experiments.support import assert_same_bits, leaves
+from tests.experiments.support import assert_drawn, assert_same_bits, leaves
+from tests.support import quick_jit, randomize
 
 TINY = {
     "hidden_size": 7,
@@ -240,6 +244,63 @@ def window(task, count, seed=0):
 def told(learner, params, pictures, captions):
     """The log-probabilities of captions ``[N, C, T]``, compiled."""
     return jax.jit(lambda *operands: learner.apply(*operands).log_p)(params, pictures, captions)
+
+
+def test_every_scene_of_every_step_is_of_its_own_key(monkeypatch):
+    def key_of_scene(key, *_):
+        return scenes.Scenes(jax.random.key_data(key), jnp.zeros((5, 3), jnp.int32))
+
+    monkeypatch.setattr(scenes, "draw", key_of_scene)
+    task, rows, seen = config().task, Rows(0, 2, 2), []
+    for seed, step in ((0, 0), (0, 1), (1, 0)):
+        batch, _ = task.draw(None, None, (), jax.random.key(seed), step, rows)
+        seen += map(tuple, batch.pictures.tolist())
+    assert len(set(seen)) == len(seen) == 6
+
+
+def test_the_loss_by_hand():
+    """Of the words and of the end; a region that is not looked at once costs, Xu et al., Eq. (14),
+    as many times as the caption has words."""
+    task = config(**ATTENDING, doubly_stochastic=0.5).task
+    captions = np.array(
+        [[[3, 2, END, END], [1, END, END, END]], [[1, 2, 3, END], [2, 2, END, END]]]
+    )
+    counts = np.array([True, False])
+    rng = np.random.default_rng(0)
+    log_p, weights = rng.normal(size=(2, 2, 4, 5)), rng.random((2, 2, 4, 3))
+    expected = 0.0
+    for caption, own, looks in zip(captions[0], log_p[0], weights[0], strict=True):
+        size = list(caption).index(END) + 1
+        expected -= sum(own[at, word] for at, word in enumerate(caption[:size]))
+        expected += 0.5 * size * ((1 - looks.sum(axis=0)) ** 2).sum()
+    said = Said(jnp.asarray(log_p, jnp.float32), jnp.asarray(weights, jnp.float32))
+    batch = Window((), jnp.asarray(captions, jnp.int32), jnp.arange(2), jnp.asarray(counts))
+    total, weight = task.loss(lambda *_: said, None, batch, (), True).loss
+    np.testing.assert_allclose(total, expected, rtol=1e-6)
+    assert weight == 3 + 2
+
+
+def test_what_the_layer_emits_is_dropped_in_training():
+    """Drawn for each word and caption; what is left is made up for. The layer has one unit."""
+    words = TokenEncoder("embed", 2, 4)
+    model = Captioner(Features(), words, RNN(GRU(1), time_major=True), 2, output_dropout=0.75)
+    pictures = {"pooled": jnp.ones((40, 3), jnp.float16)}
+    captions = jnp.ones((40, 2, 5), jnp.int32)
+    params = randomize(jax.eval_shape(model.init, jax.random.key(0), pictures, captions), 0)
+    params["params"]["head"]["bias"] *= 0
+
+    @quick_jit
+    def odds(key):
+        during = Pass(rows=Rows(0, 40, 40), noise_key=key)
+        passes = (model.apply(params, pictures, captions, during=one) for one in (during, Pass()))
+        return [log_p[..., 1] - log_p[..., 0] for log_p, _ in passes]
+
+    trained, evaluated = odds(jax.random.key(1))
+    kept = np.abs(trained) > 2 * np.abs(evaluated)
+    assert_drawn(kept.sum(), 1 / 4, kept.size)
+    np.testing.assert_allclose(trained, 4 * kept * evaluated, rtol=1e-4, atol=1e-6)
+    assert len({row.tobytes() for row in kept.reshape(80, 5).T}) == 5
+    assert not np.array_equal(trained, odds(jax.random.key(2))[0])
 
 
 @pytest.mark.long

@@ -169,6 +169,51 @@ def test_missing_sets_are_one_sentence(tmp_path):
         captions.read("coco", str(tmp_path / "none"))
 
 
+def test_a_prepared_coco(tmp_path, monkeypatch):
+    """As tensorflow-datasets prepares it: the same pictures, each with its captions."""
+    import tensorflow_datasets as tfds
+
+    splits = {"train": range(3), "restval": range(3, 5), "val": range(5, 8), "test": range(8, 10)}
+
+    class Coco(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        VERSION = tfds.core.Version("1.1.0")
+        name = "2014"
+        pkg_dir_path = code_path = None  # it has no package of its own
+
+        def _info(self):
+            features = {
+                "image": tfds.features.Image(encoding_format="jpeg"),
+                "captions": tfds.features.Sequence({"text": tfds.features.Text()}),
+            }
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict(features)
+            )
+
+        def _split_generators(self, _):
+            return {split: self._generate_examples(own) for split, own in splits.items()}
+
+        def _generate_examples(self, own):
+            for number in own:
+                path = tmp_path / f"{number}.jpg"
+                picture(path, number)
+                told = [{"text": text} for text in spoken(number)]
+                yield number, {"image": str(path), "captions": told}
+
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    Coco(
+        data_dir=str(tmp_path / "coco_captions"), file_format="array_record"
+    ).download_and_prepare()
+    for restval, train in ((True, range(5)), (False, range(3))):
+        parts = captions.read("coco", None, restval)
+        for part, expected in zip(parts, (train, range(5, 8), range(8, 10)), strict=True):
+            numbers = [int(one.words[0][-1]) for one in part]
+            assert sorted(numbers) == list(expected)
+            for one, number in zip(part, numbers, strict=True):
+                assert one.captions == tuple(spoken(number))
+                red = captions.pixels(one, 32)[..., 0].astype(int)
+                assert np.abs(red - 12 * number).max() <= 1
+
+
 # ResNet
 
 SMALL = (1, 1, 1, 1)
@@ -383,6 +428,17 @@ ATTENDING = {
     "hidden_size": 24,
     "embedding": 8,
 }
+
+
+def test_held_out_windows_are_numbered_by_their_references(tmp_path):
+    task = resolve(CAPTIONING, "small", settings(coco(tmp_path), train_encoder=True)).task
+    files, references = pictures.PictureFiles(task), task.references
+    for name, first in (("validation", 12), ("test", 16)):
+        window = files.read_held_out(name, 0, np.arange(4))
+        own = [int(references[number][0].split()[-1]) for number in window.numbers]
+        assert own == list(range(first, first + 4))
+        red = window.pictures[..., 0].astype(int)
+        assert np.abs(red - 12 * np.array(own)[:, None, None]).max() <= 1
 
 
 @pytest.mark.parametrize(("more", "scale", "most"), [({}, 1.0, 1.0), (ATTENDING, 0.01, 0.6)])

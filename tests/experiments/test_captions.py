@@ -461,6 +461,9 @@ def test_training_on_kept_features(tmp_path, small_network, more, scale, most):
     again = pictures.PictureFiles(run.task).batched(4).read(0, 3, np.arange(4))
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)
+    params = resnet.read_weights(weights, resnet.parameter_shapes(32, SMALL))
+    seen = resnet.ResNet().apply({"params": params}, learner._data.pixels(one.numbers))
+    np.testing.assert_allclose(one.pictures["pooled"], seen.pooled, rtol=2**-10, atol=1e-6)
     passes = [learner._data.read(0, step, np.arange(4)).numbers for step in range(3)]
     assert sorted(np.concatenate(passes)) == list(range(12))
     learner.close()

@@ -183,6 +183,26 @@ def test_init_is_torchs_or_the_librarys():
     assert not np.any(jax.tree.leaves(own["bias"]))
 
 
+def test_torchs_inputs_are_of_the_weights_on_x_alone():
+    """U(±1/sqrt(2)) for two inputs; the rest as the cell has it, here U(±0.1)."""
+    weights = started(cell="gato", init="torch_inputs")["f"]
+    for name, most in (("kernel", 0.5**0.5), ("recurrent_kernel", 0.1), ("bias", 0.1)):
+        for leaf in jax.tree.leaves(weights[name]):
+            assert most / 2 < np.abs(leaf).max() <= most
+
+
+def test_chrono_biases_start_below_the_timescale_that_is_asked_for():
+    """exp(b) is uniform between 1 and one less than it."""
+    longest = [np.exp(started(cell="c_lstm", tmax=tmax)["gate"]["b"]).max() for tmax in (9, 400)]
+    assert 4 < longest[0] <= 8 * (1 + 1e-6)
+    assert 200 < longest[1] <= 399 * (1 + 1e-6)
+
+
+def test_lambda_is_the_rate_of_gatos_decay():
+    model = resolve(COPY, "ur", {"cell": "ur_gato", "hidden_size": 16, "lambda_": 0.4}).model
+    assert build_cell(model).f.rate == 0.4
+
+
 @pytest.mark.parametrize(
     ("argument", "cells"),
     [

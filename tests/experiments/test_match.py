@@ -7,20 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from PIL import Image
 
 import recurrent_gates as rg
 from experiments.machine.mesh import Rows
 from experiments.match import losses, render
-from experiments.match.agent import Answer, Eye, packed
+from experiments.match.agent import Agent, Answer, Eye, packed, target
 from experiments.match.environments import CountRecall, RepeatPrevious, TMaze
 from experiments.match.settings import MATCH
 from experiments.settings.errors import UserError
 from experiments.settings.resolver import resolve
 from experiments.training.learner import Learner
+from experiments.training.models import Decoder
 from experiments.training.state import Purpose, key_of
 from tests.experiments.probes.support import match as tiny
-from tests.support import quick_jit
+from tests.support import quick_jit, randomize
 
 EVERY = Rows(0, 8, 8)
 
@@ -191,6 +193,61 @@ def test_the_loss_of_a_window_by_hand():
     assert window.ends.any()
     assert weight == 40
     np.testing.assert_allclose(total, expected, rtol=1e-5)
+
+
+def test_what_is_recalled_and_strong_reading_are_priced():
+    """Of the steps of the window, without what is read after it."""
+    task = tiny(window=5, reconstruction=True).task
+    window = list(windows(2, window=5))[1]
+    seen = target(task.environment, window.seen)
+    rng = np.random.default_rng(0)
+
+    def drawn(*shape, scale=1.0):
+        return jnp.asarray(rng.normal(0, scale, (6, 8, *shape)), jnp.float32)
+
+    recalled = losses.Targeted(drawn(seen.pixels.shape[-1]), drawn(4), drawn())
+    parts = {"recalled": recalled, "strengths": drawn(3, scale=1e5)}
+    plain = Answer(drawn(4), drawn())
+
+    def loss(answer):
+        return task.loss(lambda *_, **__: (None, answer), None, window, (), True).loss[0]
+
+    priced = losses.reconstruction(recalled, seen, task.image_cost)
+    priced += losses.strength(parts["strengths"])
+    more = loss(plain._replace(**parts)) - loss(plain)
+    np.testing.assert_allclose(more, priced[:-1].sum(), rtol=1e-5)
+
+
+def test_steps_draw_other_actions():
+    _, state, _, draw = started(window=5)
+    first, second = (draw(state.stream, jnp.int32(step))[0].actions for step in (0, 1))
+    assert (first != second).any(axis=1).all()
+
+
+class Parts(nn.Module):
+    """Gives its inputs as each part of RMA's output."""
+
+    def __call__(self, inputs, **_):
+        return None, rg.RMAOutput(inputs, inputs, inputs, inputs)
+
+
+def test_rmas_value_is_told_of_the_logits_and_does_not_train_them():
+    eye = Eye((5,), (), 6, remembers=True)
+    agent = Agent(eye, Parts(), Decoder((4,)), Decoder((1,)), None, memoryless=False)
+    inputs, fresh = jax.random.normal(jax.random.key(0), (2, 3, 7)), jnp.zeros((2, 3), bool)
+    params = randomize(jax.eval_shape(agent.init, jax.random.key(1), inputs, fresh), 0)["params"]
+
+    @quick_jit
+    @jax.value_and_grad
+    def value(params):
+        return agent.apply({"params": params}, inputs, fresh)[1].value.sum()
+
+    told, gradient = value(params)
+    for leaf in jax.tree.leaves(gradient["policy"]):
+        np.testing.assert_array_equal(leaf, 0)
+    assert np.abs(gradient["encoder"]["Dense_0"]["kernel"]).max() > 0
+    other = params | {"policy": jax.tree.map(lambda leaf: 2 * leaf, params["policy"])}
+    assert abs(value(other)[0] - told) > 1e-3
 
 
 def test_each_pass_is_an_update_and_v_trace_corrects_for_it():

@@ -118,3 +118,11 @@ def test_reconstructions_by_hand():
         expected[t, b] = 50 / pixels * image + action + reward
     actual = losses.reconstruction(*jax.tree.map(jnp.asarray, (given, target)), 50.0)
     assert_close(actual, expected)
+
+
+def test_the_price_of_strong_reading_by_hand():
+    """A strength below two costs what two costs."""
+    strengths = jnp.array([[[1.0, 2.0, 2.0], [0.0, 3.0, 7.5]]])
+    assert_close(losses.strength(strengths), 5e-5 * np.array([[6.0, 12.5]]))
+    slope = jax.grad(lambda strengths: losses.strength(strengths).sum())(strengths)
+    assert_close(slope[0, 1], 5e-5 * np.array([0.0, 1.0, 1.0]))

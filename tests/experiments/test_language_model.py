@@ -116,7 +116,12 @@ def test_a_part_in_windows_is_one_long_unroll(readers, window, backend):
 def test_nothing_leaks_past_the_end_of_an_article(corpus):
     """A planted word changes the predictions of its own article after it, and no others."""
     place, end = 7, 20  # the article has the words 4 to 19
-    learner, state = started(reading_window=3)
+    learner, state = started(reading_window=3, layers=2)
+
+    @jax.jit
+    def read(window, carry):
+        masks = {"valid": window.valid, "resets": window.fresh}
+        return learner.apply(state.params, window.inputs, carry=carry, **masks)
 
     def losses(corpus_, resetting):
         corpus(corpus_)
@@ -128,8 +133,7 @@ def test_nothing_leaks_past_the_end_of_an_article(corpus):
         all_ = []
         for index in range(reading.windows):
             window, stream = reading.draw(None, data, stream, index, Rows(0, 1, 1))
-            masks = {"valid": window.valid, "resets": window.fresh}
-            carry, log_p = learner.apply(state.params, window.inputs, carry=stream.carry, **masks)
+            carry, log_p = read(window, stream.carry)
             stream = stream._replace(carry=carry)
             of_targets = jnp.take_along_axis(log_p, window.targets[..., None], axis=-1)[..., 0]
             all_ += of_targets[window.valid].tolist()
@@ -299,6 +303,22 @@ class _Context:
 
     def __exit__(self, *_):
         return False
+
+
+def test_bits_are_of_a_character(monkeypatch):
+    """Its loss over log 2; what it is compared with is the uniform law or the longest counts."""
+    task = config(level="character").task
+    found = task.scores({"loss": (np.float64(6), np.float64(4))}, [])
+    assert found == pytest.approx(
+        {"loss": 1.5, "perplexity": np.exp(1.5), "bits": 1.5 / np.log(2)}, rel=1e-12
+    )
+    assert "bits" not in config().task.scores({"loss": (np.float64(6), np.float64(4))}, [])
+    monkeypatch.setattr(task_module, "_counted", lambda *_: [9.0, 8.0])
+    topics = config(dataset="topics", data_dir=None, level="character").task
+    for one, perplexity in ((task, 7), (topics, 8)):
+        baselines = {metric.name: metric.baseline for metric in one.metrics}
+        of_log = {"bits": np.log2(perplexity), "loss": np.log(perplexity)}
+        assert baselines == pytest.approx({"perplexity": perplexity} | of_log, rel=1e-12)
 
 
 def test_samples_are_drawn_from_the_model():

@@ -121,12 +121,18 @@ def test_topics_are_all_of_pythons_documentation():
     from pydoc_data.topics import topics
 
     corpus = text.topics()
-    articles = []
-    for part in corpus[1:]:
+    articles, held_out = {}, round(len(topics) / 10)
+    for name in text.PARTS:
+        part = getattr(corpus, name)
         chars = "".join(words_of(corpus, part))
-        ends = [*np.flatnonzero(part.starts)[1:], len(chars)]
-        articles += [chars[a:b] for a, b in zip(np.flatnonzero(part.starts), ends, strict=True)]
-    assert sorted(articles) == sorted(topics.values())
+        begins = np.flatnonzero(part.starts)
+        ends = [*begins[1:], len(chars)]
+        articles[name] = [chars[a:b] for a, b in zip(begins, ends, strict=True)]
+    train, validation, test = articles.values()
+    assert sorted(train + validation + test) == sorted(topics.values())
+    assert len(validation) == len(test) == held_out
+    first, second = np.random.RandomState(42).permutation(sorted(topics))[[0, held_out]]
+    assert (validation[0], test[0]) == (topics[first], topics[second])
     assert len(corpus.test.tokens) > 20_000
 
 

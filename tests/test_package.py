@@ -40,6 +40,7 @@ ORDER = (
     {
         "backends.shared.rows",
         "backends.shared.halves",
+        "backends.shared.once",
         "backends.newton.blocks",
         "backends.pallas.body",
     }

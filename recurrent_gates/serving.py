@@ -53,7 +53,9 @@ class Stepper:
     ) -> None:
         self.cell, self.batch_shape, self.in_features = cell, batch_shape, in_features
         params = jax.tree.map(jnp.array, params)  # a copy: what becomes of the caller's is its own
-        x = jax.ShapeDtypeStruct((*batch_shape, in_features), jax.tree.leaves(params)[0].dtype)
+        self._x = x = jax.ShapeDtypeStruct(
+            (*batch_shape, in_features), jax.tree.leaves(params)[0].dtype
+        )
         self._weights: Any
         if native.is_for_step(cell, params, math.prod(batch_shape)):
             step, self._weights = _in_kernels(cell, params)
@@ -70,11 +72,39 @@ class Stepper:
         return jax.tree.map(jnp.copy, self.cell.initial(self.batch_shape))
 
     def __call__(self, carry: Carry, x: jax.Array) -> tuple[Carry, Any]:
-        """(carry, x ``[*batch, D]``) -> (the next carry, y)."""
-        carry, y = self._compiled(self._weights, carry, x)
+        """(carry, x ``[*batch, D]``) -> (the next carry, y).
+
+        Raises:
+          ValueError: if the carry was used up by another call, or one of the two has another
+            structure, shape or dtype than the step was compiled for.
+        """
+        try:
+            carry, y = self._compiled(self._weights, carry, x)
+        except (TypeError, ValueError, RuntimeError):
+            self._check(carry, x)
+            raise
         if self._patience:
             _watch(y, self._patience)
         return carry, y
+
+    def _check(self, carry: Any, x: Any) -> None:
+        """Why a call failed, where that is the caller's doing."""
+        shape, dtype = self._x.shape, self._x.dtype
+        if not checks.is_array(x) or (x.shape, x.dtype) != (shape, dtype):
+            raise ValueError(
+                f"x must be {dtype}{list(shape)}, got {checks.described(x)}."
+            ) from None
+        leaves = jax.tree.leaves(carry)
+        if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in leaves):
+            raise ValueError(
+                "This carry was used up by the call that took it before: hand in the carry that "
+                "the last call returned."
+            ) from None
+        wanted = jax.eval_shape(self.initial)
+        checks.carry("carry", carry, wanted)
+        for leaf, like in zip(leaves, jax.tree.leaves(wanted), strict=True):
+            if leaf.dtype != like.dtype:
+                raise ValueError(f"carry must hold {like.dtype}, got {leaf.dtype} in it.") from None
 
 
 def stepper(
@@ -94,7 +124,7 @@ def stepper(
     Args:
       cell: an unbound cell.
       params: its parameters; they stay as they are now.
-      batch: the batch dims, or one number; none for one example.
+      batch: the batch dims, a sequence, or one number; none for one example.
       in_features: D; default: that with which ``cell.init_params`` has such shapes.
 
     Returns:
@@ -102,7 +132,8 @@ def stepper(
 
     Raises:
       TypeError: if ``cell`` is not a ``Cell``.
-      ValueError: if the parameters are another cell's, or tell no width of inputs.
+      ValueError: if the parameters are another cell's, or tell no width of inputs, or ``batch``
+        holds no sizes.
 
     Example:
       >>> cell = rg.LSTM(4)
@@ -114,15 +145,17 @@ def stepper(
       (2, 4)
     """
     checks.cell("stepper", cell, Cell)
+    checks.params(cell, params, None)
     width = _width(cell, params) if in_features is None else checks.in_features(in_features)
     if width is None:
+        hint = checks.nested(params) or ": give in_features"
         raise ValueError(
-            f"The parameters do not tell the width of the inputs of {type(cell).__name__}: give "
-            "in_features."
+            f"The parameters do not tell the width of the inputs of {type(cell).__name__}{hint}."
         )
     checks.params(cell, params, width)
-    shape = (batch,) if isinstance(batch, int) else tuple(batch)
-    return Stepper(cell, params, checks.shape("batch", shape), width)
+    sizes = batch if isinstance(batch, Sequence) else [batch]
+    shape = tuple(checks.whole_number("batch holds sizes", size, 0) for size in sizes)
+    return Stepper(cell, params, shape, width)
 
 
 def _watch(y: Any, patience: float) -> None:

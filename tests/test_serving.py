@@ -91,6 +91,26 @@ def test_a_stepper_uses_up_its_carry():
     first = step.initial()
     step(first, jnp.ones(INPUTS))
     assert first.c.is_deleted()
+    with pytest.raises(ValueError, match="used up by the call that took it before"):
+        step(first, jnp.ones(INPUTS))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"x": np.ones(INPUTS)}, r"x must be float64\[2, 3\], got an array float64 \[3\]"),
+        ({"x": np.ones((2, INPUTS), int)}, r"x must be float64\[2, 3\], got an array int64"),
+        ({"x": [1.0]}, "x must be .*, got a list of 1"),
+        ({"carry": None}, r"carry must be LSTMState\(c, h\), got None"),
+        ({"carry": rg.LSTM(FEATURES).initial((2,))}, "carry must hold float64, got float32"),
+        ({"carry": rg.LSTM(9).initial((2,))}, r"carry has shapes .*9.* need .*\(2, 4\)"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(wrong, sentence):
+    cell = build("lstm")
+    step = rg.stepper(cell, parameters(cell, INPUTS), batch=np.int64(2))
+    with pytest.raises(ValueError, match=sentence):
+        step(**({"carry": step.initial(), "x": np.ones((2, INPUTS))} | wrong))
 
 
 @pytest.mark.parametrize(

@@ -427,9 +427,16 @@ class FlaxCell(Cell):
 
     Attributes:
       module: the foreign cell, with features on the last axis only.
+
+    Raises:
+      ValueError: if ``module`` is not a cell of Flax linen.
     """
 
     module: nn.RNNCellBase
+
+    def __post_init__(self) -> None:
+        checks.instance("FlaxCell module", self.module, nn.RNNCellBase, "nn.LSTMCell(8)")
+        super().__post_init__()
 
     @nn.nowrap
     def _inner(self) -> nn.RNNCellBase:

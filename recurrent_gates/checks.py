@@ -266,7 +266,7 @@ def _params(path: str, want: Any, given: Any, cell: Any, width: int) -> None:
     if isinstance(want, Mapping):
         missing, more = _names(want, given)
         if missing or more:
-            hint = _nested(given) if not path else ""
+            hint = nested(given) if not path else ""
             names = f"must have {', '.join(want)}" if want else "must be empty"
             raise ValueError(f"{where} of {_name(cell)} {names}, got {described(given)}{hint}.")
         for name, value in want.items():
@@ -291,7 +291,7 @@ def _names(want: Mapping[str, Any], given: Any) -> tuple[set[str], set[str]]:
     return set(want) - set(given) - _EITHER, set(given) - set(want) - _EITHER
 
 
-def _nested(given: Any) -> str:
+def nested(given: Any) -> str:
     """Where in a layer's variables a cell's parameters are."""
     path, inner = "", given
     for name in ("params", "cell"):
@@ -308,7 +308,7 @@ def kernels(given: Any, role: str = "kernel") -> None:
     if isinstance(given, Mapping) and isinstance(given.get(role), Mapping):
         return
     raise ValueError(
-        f"params must be a cell's own, with {role!r}, got {described(given)}{_nested(given)}."
+        f"params must be a cell's own, with {role!r}, got {described(given)}{nested(given)}."
     )
 
 

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from recurrent_gates import checks
 from recurrent_gates.analysis import (
     Field,
     carry_dtype,
@@ -386,8 +387,11 @@ def measure(
       Where y does not depend on an entry of the remembered field, or gamma's value on it,
       that entry is left out (GATO's r in emit, say).
     """
+    checks.cell("measure", cell, Cell)
+    in_features = checks.in_features(in_features)
     how = reading(cell, remembered, gamma, recurrent)
     key = jax.random.key(0) if key is None else key
+    checks.key("key", key)
     params = [cell.init_params(k, in_features) for k in jax.random.split(key, draws)]
     lanes = [scaled(p, scale) for scale in scales for p in params]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *lanes)

@@ -416,6 +416,21 @@ MISTAKES = {
         "'c', 'h'",
         "'s'",
     ),
+    "an analysis of a class": (
+        lambda: analysis.gate_activations(rg.LSTM, PARAMS, XS),
+        "cell",
+        "class LSTM",
+    ),
+    "timescales of a name": (lambda: analysis.initial_timescales("lstm", KEY), "cell", "'lstm'"),
+    "timescales of a number": (lambda: analysis.initial_timescales(LSTM, 0), "PRNG key", "0"),
+    "desiderata of a class": (lambda: rg.desiderata.measure(rg.Elman), "cell", "class Elman"),
+    "desiderata of a seed": (lambda: rg.desiderata.measure(LSTM, D, key=3), "PRNG key", "3"),
+    "FlaxCell of a layer": (lambda: rg.FlaxCell(nn.Dense(3)), "RNNCellBase", "Dense"),
+    "FlaxCell of a class": (lambda: rg.FlaxCell(nn.LSTMCell), "LSTMCell(8)", "class LSTMCell"),
+    "a stepper of a part of a batch": (lambda: rg.stepper(LSTM, PARAMS, 2.0), "sizes", "2.0"),
+    "a stepper of less than none": (lambda: rg.stepper(LSTM, PARAMS, (3, -1)), "sizes", "-1"),
+    "a stepper of variables": (lambda: rg.stepper(LSTM, VARIABLES), "pass ['params']['cell']", ""),
+    "a stepper of no parameters": (lambda: rg.stepper(LSTM, None), "dict", "None"),
     "an unknown cell": (lambda: rg.CELLS["lsmt"], "lstm", "lsmt"),
 }
 

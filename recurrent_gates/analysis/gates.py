@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
+from recurrent_gates import checks
 from recurrent_gates.analysis.trajectories import carry_dtype, trajectory
 from recurrent_gates.base import Carry, Cell, Params
 from recurrent_gates.shapes import expand
@@ -86,7 +87,6 @@ def timescales(f: jax.Array) -> jax.Array:
     return 1 / (1 - f)
 
 
-@functools.partial(jax.jit, static_argnames=("cell", "gate", "in_features", "draws"))
 def initial_timescales(
     cell: Cell, key: jax.Array, *, gate: str = "f", in_features: int = 1, draws: int = 1
 ) -> jax.Array:
@@ -103,9 +103,18 @@ def initial_timescales(
       D ``[draws, F]``; infinite where the gate rounds to 1.
 
     Raises:
-      ValueError: if the cell names no such gate.
+      TypeError: if ``cell`` is not a ``Cell``.
+      ValueError: if the cell names no such gate, or ``key`` is not one PRNG key.
     """
+    checks.cell("initial_timescales", cell, Cell)
+    checks.key("key", key)
+    return _initial_timescales(cell, key, gate, checks.in_features(in_features), draws)
 
+
+@functools.partial(jax.jit, static_argnums=(0, 2, 3, 4))
+def _initial_timescales(
+    cell: Cell, key: jax.Array, gate: str, in_features: int, draws: int
+) -> jax.Array:
     def one(key: jax.Array) -> jax.Array:
         params = cell.init_params(key, in_features)
         zeros = jax.tree.map(jnp.zeros_like, cell.initial(()))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from recurrent_gates import checks
 from recurrent_gates.base import Carry, Cell, Params
 from recurrent_gates.carry import CarryFn, Noise, get_field
 from recurrent_gates.scan import unroll, with_zeros
@@ -96,7 +97,11 @@ def trajectory(
 
     Returns:
       Carries before and after each step and projections, leaves ``[T, *batch, ...]``.
+
+    Raises:
+      TypeError: if ``cell`` is not a ``Cell``.
     """
+    checks.cell("An analysis", cell, Cell)
     initial = cell.initial(xs.shape[1:-1])
     start = initial if carry is None else carry
     start = jax.tree.unflatten(jax.tree.structure(initial), jax.tree.leaves(start))

@@ -280,7 +280,8 @@ def unroll(
       backend: ``"scan"``, ``"native"`` (kernels for CPUs), ``"fused"``, ``"parallel"`` (all steps
         at once, for linear recurrences), ``"newton"`` (the same for diagonal ones), ``"pallas"``
         (kernels for TPUs and NVIDIA GPUs, which a CPU interprets, slowly), ``"cudnn"`` (the plain
-        LSTM on NVIDIA GPUs) or ``"auto"``, which logs its choice once.
+        LSTM on NVIDIA GPUs) or ``"auto"``, which logs its choice once. Forward-mode derivatives
+        (``jax.jvp``, ``jax.jacfwd``) are ``"scan"``'s alone.
 
     Returns:
       (carry, ys) with ys ``[T, *batch, F]`` (or what ``cell.emit`` makes) at the same t as their
@@ -402,7 +403,7 @@ def _resolve(backend: Backend, loop: Loop) -> Backend:
         reason = _form(backend).unsupported(loop)
         if reason is not None:
             raise ValueError(
-                f"The {backend.value} backend does not serve this: {reason} Use backend='scan'."
+                f"The {backend.value} backend does not serve this: {reason} Use backend='auto'."
             )
     return backend
 

@@ -70,7 +70,7 @@ def test_python_blocks_run_in_order(path):
 def test_every_block_says_its_language():
     for path in PAGES:
         fences = re.findall(r"^```(.*)$", path.read_text(), re.MULTILINE)
-        assert set(fences[::2]) <= {"python", "bash", "text"}, path
+        assert set(fences[::2]) <= {"python", "bash", "text", "toml"}, path
         assert set(fences[1::2]) <= {""}, path
 
 

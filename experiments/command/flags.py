@@ -5,6 +5,7 @@ Nothing here imports JAX: ``--help`` is quick, and the number of XLA devices can
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -220,7 +221,14 @@ def parse_with_arguments(argv: Sequence[str], define: Define) -> tuple[dict[str,
             argument.encode()
         except UnicodeEncodeError:
             raise flags.Error("The command line has bytes that are not UTF-8.") from None
-    rest = values(list(argv))[1:]
+    try:
+        rest = values(list(argv))[1:]
+    except flags.UnrecognizedFlagError as error:
+        near = difflib.get_close_matches(error.flagname, values, n=3)
+        hint = f"did you mean {' or '.join(f'--{flag}' for flag in near)}?"
+        raise flags.Error(
+            f"There is no flag --{error.flagname}; {hint if near else 'see --help.'}"
+        ) from None
     for name in values:
         if values[name].present > 1:
             raise flags.Error(f"--{name} is given {values[name].present} times.")

@@ -84,8 +84,6 @@ def main(
 
 def _parse(name: str, argv: Sequence[str], define: flags.Define, arguments: bool) -> dict[str, Any]:
     """The flags' values by name; ends the binary with a sentence if one cannot be."""
-    import difflib
-
     from absl import flags as absl_flags
 
     from experiments.command import flags
@@ -95,10 +93,6 @@ def _parse(name: str, argv: Sequence[str], define: flags.Define, arguments: bool
             return flags.parse(argv, define)
         flag_values, rest = flags.parse_with_arguments(argv, define)
         return {**flag_values, "arguments": rest}
-    except absl_flags.UnrecognizedFlagError as error:
-        near = difflib.get_close_matches(error.flagname, flags.defined(define), n=3)
-        hint = f"did you mean {' or '.join(f'--{flag}' for flag in near)}?"
-        fail(name, f"There is no flag --{error.flagname}; {hint if near else 'see --help.'}")
     except absl_flags.Error as error:
         fail(name, str(error))
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,13 @@ def sweep_file(directory, text=TOML):
     return path
 
 
+def test_the_guides_example_is_a_sweep(tmp_path):
+    (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "CLUSTER.md").read_text(), re.S)
+    runs = plan.read(sweep_file(tmp_path, text), tmp_path / "runs")
+    assert len(runs) == 3 * 3 * 2
+    assert {run.config.model.hidden_size for run in runs} == {128}
+
+
 def test_a_grid_is_every_combination(tmp_path):
     runs = plan.read(sweep_file(tmp_path), tmp_path / "runs")
     asked = {(run.config.model.cell, *run.config.training.lanes[0]) for run in runs}
@@ -59,7 +67,10 @@ def test_a_grid_is_every_combination(tmp_path):
         (TOML.replace('["gru", "lstm"]', '"gru"'), "cell in the grid must be a list"),
         (TOML.replace("[0, 1]", "[0, 0]"), "asks twice for the same run"),
         (TOML.replace("lstm", "lstmm"), "There is no cell named 'lstmm'"),
-        (TOML.replace("steps = 30", "stepz = 30"), "stepz"),
+        (
+            TOML.replace("steps = 30", "stepz = 30"),
+            "There is no flag --stepz; did you mean --steps",
+        ),
         (
             TOML.replace("steps = 30", 'workdir = "x"'),
             "--workdir, --describe and --compile_for are not for",

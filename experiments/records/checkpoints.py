@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 
 from experiments.records.storage import DEFAULTS, written
-from experiments.records.workdir import EarlierVersionError
+from experiments.records.workdir import DamagedError, EarlierVersionError
 from experiments.settings.errors import UserError
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class Checkpoints:
 
         Raises:
           EarlierVersionError: if none is good, and one is of another version.
-          UserError: if there are checkpoints and none is good.
+          DamagedError: if there are checkpoints and none is good.
         """
         self._tidy()
         steps = self.steps[::-1]
@@ -135,10 +135,7 @@ class Checkpoints:
             raise EarlierVersionError(self._directory.parent)
         if not good:
             if steps:
-                raise UserError(
-                    f"every checkpoint in {self._directory} is damaged; remove the workdir to "
-                    "start again."
-                )
+                raise DamagedError(self._directory)
             return None
         chosen, state = good[-1]
         for step in steps:

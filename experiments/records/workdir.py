@@ -44,6 +44,15 @@ class EarlierVersionError(UserError):
         )
 
 
+class DamagedError(UserError):
+    """A run that cannot go on: none of its checkpoints can be read."""
+
+    def __init__(self, checkpoints: Path) -> None:
+        super().__init__(
+            f"every checkpoint in {checkpoints} is damaged; remove the workdir to start again."
+        )
+
+
 class Workdir:
     """The files of a run.
 
@@ -224,11 +233,12 @@ class Workdir:
         return self.summary() if self.steps() == steps else None
 
     def _trained(self) -> int:
-        """How many steps the run has been trained for, as far as that is kept."""
-        steps = [row["step"] for row in read_rows(self.metrics)]
-        for path in (self.path / "checkpoints").glob("*"):
-            steps += [int(path.name)] if path.name.isdecimal() else []
-        return max(steps, default=0)
+        """How many steps the run has been trained for; 0 if nothing came of them that is kept."""
+        names = [path.name for path in (self.path / "checkpoints").glob("*")]
+        saved = [int(name) for name in names if name.isdecimal()]
+        if not saved and not (self.path / "summary.json").exists():
+            return 0
+        return max([*saved, *(row["step"] for row in read_rows(self.metrics))], default=0)
 
     def close(self) -> None:
         """Lets other processes have the directory."""

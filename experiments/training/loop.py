@@ -22,7 +22,14 @@ from experiments.machine.stopping import StoppedError, Stopping, stopping
 from experiments.records.checkpoints import Checkpoints
 from experiments.records.reporting import Report, number, say
 from experiments.records.storage import DEFAULTS, Patience, Storage, tolerated
-from experiments.records.workdir import EarlierVersionError, Row, Workdir, device_name, read_rows
+from experiments.records.workdir import (
+    DamagedError,
+    EarlierVersionError,
+    Row,
+    Workdir,
+    device_name,
+    read_rows,
+)
 from experiments.settings.config import Config
 from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
@@ -125,15 +132,19 @@ class _Run:
         work = self._work
         try:
             step, state = self._restored()
-        except EarlierVersionError:
+        except (EarlierVersionError, DamagedError) as error:
             if jax.process_count() > 1:  # the others wait for a state
                 raise
             if (summary := work.summary_of(self._config.training.steps)) is None:
                 raise
+            if isinstance(error, DamagedError):
+                say("warning: every checkpoint of this run, which is finished, is damaged.")
             _print_summary(self._config, work, summary)
             return summary
         evaluated = state is None or _evaluated(state, self._learner.mesh.fetch)
         if is_first():
+            if state is None and read_rows(work.metrics):
+                say(f"no checkpoint was saved in {work.path} yet: starting again from step 0")
             work.keep_rows(step if evaluated else step - 1, say)
         summary = None
         if state is not None and evaluated and self._finished(step, state) and is_first():

@@ -114,7 +114,25 @@ def test_a_state_that_is_not_what_was_written_is_damaged(copied, monkeypatch):
         assert checkpoints.read(8, shapes) is None
 
 
+def test_a_finished_run_has_its_summary_without_a_good_checkpoint(copied, capsys):
+    for step in (0, 2, 4):
+        flip_a_bit(copied / "checkpoints" / str(step))
+    assert loop.run(tiny(), copied) == json.loads((copied / "summary.json").read_text())
+    assert "warning: every checkpoint of this run, which is finished" in capsys.readouterr().out
+
+
+def test_a_run_that_saved_nothing_starts_again(copied, finished, capsys):
+    """And may be shorter than what was lost."""
+    (copied / "summary.json").unlink()
+    subprocess.run(["rm", "-r", copied / "checkpoints"], check=True)
+    assert loop.run(tiny(steps=2), copied)["steps"] == 2
+    assert f"no checkpoint was saved in {copied} yet: starting again" in capsys.readouterr().out
+    loop.run(tiny(), copied)
+    assert (copied / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
+
+
 def test_no_good_checkpoint_is_an_error(copied):
+    (copied / "summary.json").unlink()
     for step in (0, 2, 4):
         flip_a_bit(copied / "checkpoints" / str(step))
     with pytest.raises(UserError, match=r"every checkpoint in .* is damaged") as error:

@@ -1,4 +1,7 @@
-"""A jitted step through jax.export and back: what is loaded needs no cell and no parameters."""
+"""A jitted step through jax.export and back: what is loaded needs no cell and no parameters.
+
+Needs ``pip install flatbuffers``.
+"""
 
 import jax
 import jax.numpy as jnp

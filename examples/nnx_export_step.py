@@ -1,4 +1,7 @@
-"""A trained NNX cell's step through jax.export and back: what is loaded needs no Flax."""
+"""A trained NNX cell's step through jax.export and back: what is loaded needs no Flax.
+
+Needs ``pip install flatbuffers``.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,5 @@
 # make copy       install, then train GATO on the copy task (minutes on two cores)
-# make test       install, then lint, type-check and run the tests (17 minutes on two slow cores)
+# make test       install, then lint, type-check and run the tests (15 minutes on two slow cores)
 # make test-quick install, then lint, type-check and run a few minutes' part of the tests
 # make test-long  install, then run the tests that make test leaves out because they take long
 # make test-all   both, with the full product of options instead of a covering array

@@ -156,13 +156,13 @@ def scale_gradient(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 @scale_gradient.defjvp
 def scale_gradient_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
-    (x, scale), (x_dot, _) = primals, tangents
-    # x by its value, scale * x by its derivative. (Inside of a scan JAX takes second derivatives
-    # of what is returned here, as it is written.)
+    x, x_dot, scale = primals[0], tangents[0], jax.lax.stop_gradient(primals[1])
+    # JAX takes second derivatives of what is returned here, as it is written: x by its value,
+    # scale * x by its derivative.
     finite = jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
-    scaled = finite * scale
-    same = jax.lax.stop_gradient(x) - (jax.lax.stop_gradient(scaled) - scaled)
-    return same, jnp.where(scale == 0, jnp.zeros_like(x_dot), x_dot * scale)
+    zero = jax.lax.stop_gradient(finite) - finite  # whose derivative is -1
+    same = jax.lax.stop_gradient(x) - jnp.where(scale == 0, jnp.zeros_like(x), scale * zero)
+    return same, jnp.where(scale == 0, jnp.zeros_like(x_dot), scale * x_dot)
 
 
 @struct.dataclass

@@ -435,7 +435,11 @@ class FlaxCell(Cell):
     module: nn.RNNCellBase
 
     def __post_init__(self) -> None:
-        checks.instance("FlaxCell module", self.module, nn.RNNCellBase, "nn.LSTMCell(8)")
+        if not isinstance(self.module, nn.RNNCellBase):
+            raise ValueError(
+                "FlaxCell wraps a cell of Flax linen (an RNNCellBase) such as nn.LSTMCell(8), got "
+                f"{checks.described(self.module)}."
+            )
         super().__post_init__()
 
     @nn.nowrap

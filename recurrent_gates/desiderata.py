@@ -383,6 +383,10 @@ def measure(
       The five criteria. A criterion is met if it is for every draw and scale; its value is
       the worst of them, and a value that is not a number is not met.
 
+    Raises:
+      TypeError: if ``cell`` is not a ``Cell``.
+      ValueError: if ``in_features`` is no width, or ``key`` is not one PRNG key.
+
     Note:
       Where y does not depend on an entry of the remembered field, or gamma's value on it,
       that entry is left out (GATO's r in emit, say).

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from recurrent_gates import checks, target
 from recurrent_gates.backends import native
@@ -89,8 +90,10 @@ class Stepper:
 
     def _check(self, carry: Any, x: Any) -> None:
         """Why a call failed, where that is the caller's doing."""
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((carry, x))):
+            return  # JAX says that a compiled program is not to be transformed
         shape, dtype = self._x.shape, self._x.dtype
-        if not checks.is_array(x) or (x.shape, x.dtype) != (shape, dtype):
+        if not checks.is_array(x) or (x.shape, _dtype(x)) != (shape, dtype):
             raise ValueError(
                 f"x must be {dtype}{list(shape)}, got {checks.described(x)}."
             ) from None
@@ -101,9 +104,12 @@ class Stepper:
                 "the last call returned."
             ) from None
         wanted = jax.eval_shape(self.initial)
-        checks.carry("carry", carry, wanted)
+        try:
+            checks.carry("carry", carry, wanted)
+        except ValueError as error:
+            raise error from None
         for leaf, like in zip(leaves, jax.tree.leaves(wanted), strict=True):
-            if leaf.dtype != like.dtype:
+            if _dtype(leaf) != like.dtype:
                 raise ValueError(f"carry must hold {like.dtype}, got {leaf.dtype} in it.") from None
 
 
@@ -150,12 +156,18 @@ def stepper(
     if width is None:
         hint = checks.nested(params) or ": give in_features"
         raise ValueError(
-            f"The parameters do not tell the width of the inputs of {type(cell).__name__}{hint}."
+            f"The parameters do not tell the width of the inputs of {type(cell).__name__}, got "
+            f"{checks.described(params)}{hint}."
         )
     checks.params(cell, params, width)
-    sizes = batch if isinstance(batch, Sequence) else [batch]
+    sizes = batch if isinstance(batch, Sequence | np.ndarray) and np.ndim(batch) else [batch]
     shape = tuple(checks.whole_number("batch holds sizes", size, 0) for size in sizes)
     return Stepper(cell, params, shape, width)
+
+
+def _dtype(array: Any) -> Any:
+    """What JAX makes of an array's dtype: float32 of NumPy's float64, without x64."""
+    return jax.dtypes.canonicalize_dtype(array.dtype)
 
 
 def _watch(y: Any, patience: float) -> None:

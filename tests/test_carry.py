@@ -14,6 +14,7 @@ import pytest
 from flax import struct
 
 import recurrent_gates as rg
+from recurrent_gates.carry import scale_gradient
 from tests import reference
 from tests.support import (
     array,
@@ -320,6 +321,23 @@ def test_second_derivatives_are_those_of_stop_gradient(p):
     wanted = slopes(by_hand)
     for backend in ("scan", "fused"):
         assert_close(slopes(functools.partial(unrolled, backend)), wanted)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.25])
+def test_a_scaled_gradient_is_scaled_again(scale):
+    """In values as they are, -0 and what is not finite included; the scale has no gradient."""
+    x = jnp.array([-0.0, 0.0, 0.1, -3.7, jnp.inf, jnp.nan])
+    value, _ = jax.jvp(lambda x: scale_gradient(x, jnp.float64(scale)), (x,), (x,))
+    assert_identical(value, x)
+    np.testing.assert_array_equal(np.signbit(value[:2]), [True, False])
+
+    def slope(x, scale):
+        return jax.grad(lambda x: x**2 * scale_gradient(x, scale) ** 3)(x)  # 2 x^4 + 3 s x^4
+
+    of_x, of_scale = jax.grad(slope, (0, 1))(1.5, jnp.float64(scale))
+    # By the product rule: the factor that is read through the scale counts s times each time.
+    assert_close(of_x, 1.5**3 * (2 + 2 * 2 * 3 * scale + 6 * scale**2))
+    assert of_scale == 0
 
 
 def test_per_example_masks_act_on_their_own_example():

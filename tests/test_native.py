@@ -257,6 +257,9 @@ def test_second_derivatives_are_the_scans(name, fns):
     cell, operands = arrays(CELLS[name], "small")
     fns = tuple(fn(field="r" if name == "gato1" else "h") for fn in fns)
     options = dict(carry_fns=fns, noise=[np.arange(5) % 2 == 1, None] if fns else None)
+    if name == "gru":
+        masks = np.random.default_rng(0).random((2, 5, 3)) < 0.5
+        options |= dict(valid=masks[0], resets=masks[1])
 
     def slopes(backend):
         def loss(*operands):

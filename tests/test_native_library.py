@@ -73,6 +73,15 @@ def test_a_library_that_never_loads_is_compiled_in_vain_once(fresh, monkeypatch)
         assert len(compiled) == times
 
 
+def test_a_library_that_loads_again_is_not_given_up(monkeypatch, tmp_path):
+    path = tmp_path / "library.so"
+    path.write_bytes(library._built("janet").read_bytes())
+    path.with_suffix(".unloadable").touch()
+    monkeypatch.setattr(library, "_built", lambda cell: path)
+    assert hasattr(library._loaded("janet"), "rg_forward")
+    assert not path.with_suffix(".unloadable").exists()
+
+
 def test_what_the_system_refuses_is_a_reason(fresh, monkeypatch):
     """A home of somebody else, for one."""
 
@@ -92,7 +101,7 @@ def test_a_compiler_that_cannot_be_read_is_a_reason(fresh, monkeypatch):
 def test_fast_mathematics_are_turned_off(fresh, monkeypatch):
     """A compiler that is told to add up in any order has other numbers."""
     monkeypatch.setenv("CXX", "c++ -ffast-math")
-    assert fresh("janet") is None
+    assert library._loaded("janet").rg_adds_in_order()
 
 
 @pytest.mark.long

@@ -40,7 +40,7 @@ ORDER = (
     {
         "backends.shared.rows",
         "backends.shared.halves",
-        "backends.shared.once",
+        "backends.shared.refusal",
         "backends.newton.blocks",
         "backends.pallas.body",
     }

@@ -275,7 +275,9 @@ def test_second_derivatives_are_the_scans(name, gpu, request):
         request.getfixturevalue("as_on_a_gpu")
     cell = CELLS[name]
     params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
-    masks = dict(valid=VALID, resets=RESETS)
+    fns = [fn(0.25, field="r" if name == "gato1" else "h") for fn in (rg.Detach, rg.Damp)]
+    acts = dict(carry_fns=fns, noise=[noise(STEPS), None]) if name != "lstm" else {}
+    masks = dict(valid=VALID, resets=RESETS) | acts
 
     def penalty(backend, params, xs):
         def loss(xs):

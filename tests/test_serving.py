@@ -95,6 +95,23 @@ def test_a_stepper_uses_up_its_carry():
         step(first, jnp.ones(INPUTS))
 
 
+def test_numpys_float64_is_no_reason(x32):
+    """Without x64 JAX takes it for float32."""
+    cell = rg.LSTM(FEATURES)
+    step = rg.stepper(cell, cell.init_params(jax.random.key(0), INPUTS))
+    carry, x = step.initial(), np.ones(INPUTS)
+    step(carry, x)
+    with pytest.raises(ValueError, match="used up by the call that took it before"):
+        step(carry, x)
+
+
+def test_a_step_inside_a_program_is_jaxs_error():
+    cell = build("lstm")
+    step = rg.stepper(cell, parameters(cell, INPUTS))
+    with pytest.raises(TypeError, match="Cannot apply JAX transformations"):
+        jax.jit(step)(step.initial(), jnp.ones(INPUTS))
+
+
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [

@@ -143,8 +143,8 @@ class _Run:
             return summary
         evaluated = state is None or _evaluated(state, self._learner.mesh.fetch)
         if is_first():
-            if state is None and read_rows(work.metrics):
-                say(f"no checkpoint was saved in {work.path} yet: starting again from step 0")
+            if state is None and any(True for _ in read_rows(work.metrics)):
+                say(f"there is no checkpoint in {work.path}: starting again from step 0")
             work.keep_rows(step if evaluated else step - 1, say)
         summary = None
         if state is not None and evaluated and self._finished(step, state) and is_first():

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from recurrent_gates import target
-from recurrent_gates.backends.shared.once import once
+from recurrent_gates.backends.shared.refusal import refuse_derivative
 from recurrent_gates.backends.shared.rows import projected
 from recurrent_gates.carry import CarryFn, Detach, Zoneout, get_field
 from recurrent_gates.declared import Carry
@@ -168,7 +168,7 @@ class _Run(NamedTuple):
     resets: jax.Array | None
 
 
-_ACTED_ON = (
+_NO_SECOND_DERIVATIVES = (
     "The parallel backend serves first derivatives alone where a carry function acts on "
     "gradients. Use backend='scan'."
 )
@@ -185,7 +185,7 @@ def _forward(traversal: _Traversal, run: _Run) -> tuple[tuple[Vector, Vector], A
     values = kept(values)
     if traversal.once:
         # What a step read is not kept as it read it.
-        last, values = once(_ACTED_ON, (last, values))
+        last, values = refuse_derivative(_NO_SECOND_DERIVATIVES, (last, values))
     return (last, values), (run.back, values, run.start, run.resets)
 
 
@@ -200,7 +200,7 @@ def _backward(
     if resets is not None:  # what a reset does not read may be NaN
         before = tuple(jnp.where(expand(resets, h), jnp.zeros_like(h), h) for h in before)
     if traversal.once:
-        d_new, d_start = once(_ACTED_ON, (d_new, d_start))
+        d_new, d_start = refuse_derivative(_NO_SECOND_DERIVATIVES, (d_new, d_start))
     d_slopes = tuple(tuple(d * h for h in before) for d in d_new)
     return (_Run(d_slopes, None, d_new, d_start, None),)
 

@@ -121,13 +121,15 @@ def test_a_finished_run_has_its_summary_without_a_good_checkpoint(copied, capsys
     assert "warning: every checkpoint of this run, which is finished" in capsys.readouterr().out
 
 
-def test_a_run_that_saved_nothing_starts_again(copied, finished, capsys):
+def test_a_run_that_saved_nothing_starts_again(copied, finished, tmp_path, capsys):
     """And may be shorter than what was lost."""
     (copied / "summary.json").unlink()
     subprocess.run(["rm", "-r", copied / "checkpoints"], check=True)
     assert loop.run(tiny(steps=2), copied)["steps"] == 2
-    assert f"no checkpoint was saved in {copied} yet: starting again" in capsys.readouterr().out
+    assert f"there is no checkpoint in {copied}: starting again" in capsys.readouterr().out
     loop.run(tiny(), copied)
+    loop.run(tiny(steps=2), tmp_path / "first")
+    assert "starting again" not in capsys.readouterr().out
     assert (copied / "metrics.jsonl").read_bytes() == (finished / "metrics.jsonl").read_bytes()
 
 

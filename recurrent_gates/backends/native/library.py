@@ -7,6 +7,7 @@ not set) under a name that depends on the source, the compiler, the processor an
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -71,20 +72,25 @@ def missing(cell: str) -> str | None:
 def _loaded(cell: str) -> ctypes.CDLL:
     """The library of a cell; one that cannot be loaded is compiled anew, once.
 
-    If the new one cannot be loaded either, a file beside it says so to later processes.
+    If the new one cannot be loaded either, a file beside it says so to later processes, until one
+    of them can load it.
     """
     path = _built(cell)
-    vain = path.with_suffix(".vain")
+    unloadable = path.with_suffix(".unloadable")
     try:
-        return ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
-        if vain.exists():
+        if unloadable.exists():
             raise UnavailableError(f"kernels cannot be loaded: {error}.") from None
+    else:
+        with contextlib.suppress(OSError):
+            unloadable.unlink(missing_ok=True)
+        return library
     path.unlink(missing_ok=True)
     try:
         return ctypes.CDLL(str(_built(cell)))
     except OSError as error:
-        vain.touch()
+        unloadable.touch()
         raise UnavailableError(f"kernels cannot be loaded: {error}.") from None
 
 

@@ -30,7 +30,7 @@ from recurrent_gates.backends.shared.accumulation import (
     summing,
     unnamed_field,
 )
-from recurrent_gates.backends.shared.once import once
+from recurrent_gates.backends.shared.refusal import refuse_derivative
 from recurrent_gates.base import Cell, feed_back, summed_fields
 from recurrent_gates.carry import get_field
 from recurrent_gates.declared import Carry, Params, Slots
@@ -140,7 +140,9 @@ def _solved(loop: Loop) -> tuple[Carry, Carry, Report | None]:
 
 
 # The derivatives of what was solved for are not those of the passes that led to it.
-_SOLVED = "The newton backend serves first derivatives in reverse mode alone. Use backend='scan'."
+_NO_SECOND_DERIVATIVES = (
+    "The newton backend serves first derivatives in reverse mode alone. Use backend='scan'."
+)
 
 
 @jax.custom_vjp
@@ -152,7 +154,7 @@ def _recurrence(loop: Loop) -> tuple[Carry, Carry]:
 def _forward(loop: Loop) -> tuple[tuple[Carry, Carry], Any]:
     last, carries, found = _solved(loop)
     _warn(loop.settings, "forward", found)
-    last, carries = once(_SOLVED, (last, kept(carries)))
+    last, carries = refuse_derivative(_NO_SECOND_DERIVATIVES, (last, kept(carries)))
     return (last, carries), (loop, carries)
 
 
@@ -177,7 +179,7 @@ def _backward(residuals: tuple[Loop, Carry], cotangents: tuple[Carry, Carry]) ->
     else:
         d_carry, d_before, found = solve(_adjoint_step, d_last, inputs, linear=True, **how)
         _warn(settings, "backward", found)
-    d_carry, d_before = once(_SOLVED, (d_carry, d_before))
+    d_carry, d_before = refuse_derivative(_NO_SECOND_DERIVATIVES, (d_carry, d_before))
 
     d_new = jax.tree.map(jnp.add, d_carries, shifted(d_last, d_before, not reverse))
     _, pullback = jax.vjp(

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from recurrent_gates.backends.pallas.loop import ON_CHIP, compiler_params, on_platform
 from recurrent_gates.backends.shared import two_layer
-from recurrent_gates.backends.shared.once import once
+from recurrent_gates.backends.shared.refusal import refuse_derivative
 from recurrent_gates.declared import Params
 from recurrent_gates.shapes import kernel_result
 
@@ -26,6 +26,11 @@ MOST_FIRST_LAYER = 4096
 
 TILE = 32
 """Rows at a time: with a block of units, what the registers hold."""
+
+_NO_SECOND_DERIVATIVES = (
+    "The pallas backend serves first derivatives alone of GATO's two-layer increment. "
+    "Use backend='scan'."
+)
 
 
 def two_layer_increment(params: Params, r: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
@@ -57,14 +62,10 @@ def _forward(*inputs: jax.Array) -> tuple[jax.Array, Any]:
     return _two_layer_sum(*inputs), inputs
 
 
-_KERNEL = (
-    "The pallas backend serves first derivatives alone of GATO's two-layer increment. "
-    "Use backend='scan'."
-)
-
-
 def _backward(inputs: Any, d_total: jax.Array) -> tuple:
-    return on_platform(_backward_call, *once(_KERNEL, (*inputs, d_total)))
+    return on_platform(
+        _backward_call, *refuse_derivative(_NO_SECOND_DERIVATIVES, (*inputs, d_total))
+    )
 
 
 _two_layer_sum.defvjp(_forward, _backward)

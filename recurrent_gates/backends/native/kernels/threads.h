@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <thread>
 
 #if defined(__linux__)
@@ -169,7 +170,8 @@ class Job {
 
   // Hands it over once; whether to a thread that was awake.
   static bool hand_over(const XLA_FFI_CallFrame* frame, const std::shared_ptr<Job>& job) {
-    auto* handed = new Handed(job);
+    auto* handed = new (std::nothrow) Handed(job);
+    if (handed == nullptr) return false;  // others may be at work already: no exception
     for (Seat& seat : seats()) {
       Handed* idle = waiting();
       if (seat.load(std::memory_order_relaxed) != idle) continue;

@@ -1,4 +1,4 @@
-"""Where a backend's derivatives end: one more would be wrong, or is not there, and is refused."""
+"""Marks arrays whose derivative a backend does not have: asking for it is an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def once(sentence: str, tree: Any) -> Any:
+def refuse_derivative(sentence: str, tree: Any) -> Any:
     """A tree of arrays as it is; a derivative with respect to it is an error, which says why.
 
     Raises:
@@ -19,7 +19,7 @@ def once(sentence: str, tree: Any) -> Any:
     return tree
 
 
-@once.defjvp
+@refuse_derivative.defjvp
 def _refused(sentence: str, primals: tuple, tangents: tuple) -> Any:
     del primals, tangents
     raise ValueError(sentence)

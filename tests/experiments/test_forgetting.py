@@ -287,7 +287,7 @@ BAD = {
     "--forget_bias=1": "--forget_bias is not for lstm",
     "--gate_bias=nan": "--gate_bias=nan",
     "--gate_bias=0x10": "--gate_bias=0x10",
-    "--num_processes=2": "Unknown command line flag 'num_processes'",
+    "--num_processes=2": "There is no flag --num_processes; see --help.",
 }
 
 

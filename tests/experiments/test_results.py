@@ -164,7 +164,7 @@ BAD = {
     "--to=A/b runs": "--to=A/b: the name is of small letters, digits and underscores.",
     "--directory=nowhere": "there is no directory nowhere: start from the clone's root.",
     "--to=a nowhere": "nowhere is no workdir, and holds none: there is no config.json.",
-    "--of=a": "Unknown command line flag 'of'",
+    "--of=a": "There is no flag --of; see --help.",
 }
 
 

@@ -297,7 +297,7 @@ BAD = {
     "--delays=99999999999999": "--delays must be at least 1 and below 2147483648, got 9999",
     "--delays=2000000000": "--delays=2000000000: this run needs more than",
     "--length=100000000": "--delays must be at least 1 and below 2147483648, got 5000000000.",
-    "--process_id=0": "Unknown command line flag 'process_id'",
+    "--process_id=0": "There is no flag --process_id; see --help.",
 }
 
 

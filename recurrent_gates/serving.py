@@ -103,12 +103,12 @@ class Stepper:
                 "This carry was used up by the call that took it before: hand in the carry that "
                 "the last call returned."
             ) from None
-        wanted = jax.eval_shape(self.initial)
+        template = jax.eval_shape(self.initial)
         try:
-            checks.carry("carry", carry, wanted)
+            checks.carry("carry", carry, template)
         except ValueError as error:
             raise error from None
-        for leaf, like in zip(leaves, jax.tree.leaves(wanted), strict=True):
+        for leaf, like in zip(leaves, jax.tree.leaves(template), strict=True):
             if _dtype(leaf) != like.dtype:
                 raise ValueError(f"carry must hold {like.dtype}, got {leaf.dtype} in it.") from None
 

@@ -318,9 +318,9 @@ def test_second_derivatives_are_those_of_stop_gradient(p):
 
         return quick_jit(jax.grad(penalty, (0, 1, 2)))(params, carry, xs)
 
-    wanted = slopes(by_hand)
+    reference_slopes = slopes(by_hand)
     for backend in ("scan", "fused"):
-        assert_close(slopes(functools.partial(unrolled, backend)), wanted)
+        assert_close(slopes(functools.partial(unrolled, backend)), reference_slopes)
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.25])

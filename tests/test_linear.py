@@ -100,7 +100,8 @@ def test_how_the_maps_of_the_lru_start():
     scales = {"kernel": (2 * inputs) ** -0.5, "out_kernel": units**-0.5, "skip": inputs**-0.5}
     for name, scale in scales.items():
         for leaf in jax.tree.leaves(params[name]):
-            np.testing.assert_allclose(np.std(leaf), scale, rtol=0.03, err_msg=name)
+            error = (2 * leaf.size) ** -0.5  # relative, of the deviation of so many numbers
+            np.testing.assert_allclose(np.std(leaf), scale, rtol=4 * error, err_msg=name)
 
 
 def test_saturated_gates_of_the_minlstm_keep_their_shares():

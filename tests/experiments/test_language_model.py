@@ -308,8 +308,8 @@ class _Context:
 def test_bits_are_of_a_character(monkeypatch):
     """Its loss over log 2; what it is compared with is the uniform law or the longest counts."""
     task = config(level="character").task
-    found = task.scores({"loss": (np.float64(6), np.float64(4))}, [])
-    assert found == pytest.approx(
+    scores = task.scores({"loss": (np.float64(6), np.float64(4))}, [])
+    assert scores == pytest.approx(
         {"loss": 1.5, "perplexity": np.exp(1.5), "bits": 1.5 / np.log(2)}, rel=1e-12
     )
     assert "bits" not in config().task.scores({"loss": (np.float64(6), np.float64(4))}, [])

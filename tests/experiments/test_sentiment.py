@@ -238,9 +238,9 @@ def test_prepared_reviews(tmp_path, monkeypatch):
     PlainText(
         data_dir=str(tmp_path / "imdb_reviews"), file_format="array_record"
     ).download_and_prepare()
-    found = reviews.read(None, 5, 6, 4)
+    parts = reviews.read(None, 5, 6, 4)
     expected = reviews.read(str(raw(tmp_path / "raw" / "aclImdb")), 5, 6, 4)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(parts, expected, strict=True):
         assert sorted_rows(*one) == sorted_rows(*other)
 
 

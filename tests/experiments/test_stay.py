@@ -323,15 +323,15 @@ def test_an_epoch_meets_each_stay_once(cinc):
     task = resolve(**TINY, dataset="cinc2012", data_dir=str(cinc)).task
     data = task.read()
     _, inputs, labels = next(expected_parts(task))
-    known = {(row.tobytes(), label) for row, label in zip(inputs, labels, strict=True)}
-    assert len(known) == task.examples == 48
+    stays_of_files = {(row.tobytes(), label) for row, label in zip(inputs, labels, strict=True)}
+    assert len(stays_of_files) == task.examples == 48
     seen = []
     for step in range(48 // 8):
         batch = task.batch(data, jax.random.key(0), jnp.int32(step), 8)
         rows = np.asarray(batch.inputs).swapaxes(0, 1)
         seen += zip((row.tobytes() for row in rows), batch.targets[0].tolist(), strict=True)
     assert len(seen) == 48
-    assert set(seen) == known
+    assert set(seen) == stays_of_files
 
 
 @pytest.mark.long

@@ -123,9 +123,9 @@ def test_topics_are_all_of_pythons_documentation():
     corpus = text.topics()
     articles, held_out = {}, round(len(topics) / 10)
     for name in text.PARTS:
-        part = getattr(corpus, name)
-        chars = "".join(words_of(corpus, part))
-        begins = np.flatnonzero(part.starts)
+        pieces = getattr(corpus, name)
+        chars = "".join(words_of(corpus, pieces))
+        begins = np.flatnonzero(pieces.starts)
         ends = [*begins[1:], len(chars)]
         articles[name] = [chars[a:b] for a, b in zip(begins, ends, strict=True)]
     train, validation, test = articles.values()

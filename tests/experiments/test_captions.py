@@ -463,7 +463,10 @@ def test_training_on_kept_features(tmp_path, small_network, more, scale, most):
         np.testing.assert_array_equal(a, b)
     params = resnet.read_weights(weights, resnet.parameter_shapes(32, SMALL))
     seen = resnet.ResNet().apply({"params": params}, learner._data.pixels(one.numbers))
-    np.testing.assert_allclose(one.pictures["pooled"], seen.pooled, rtol=2**-10, atol=1e-6)
+    # The kept halves round by 2**-11; float32's sums differ from batch to batch by the largest term's.
+    pooled = np.asarray(seen.pooled)
+    atol = 2**-20 * np.abs(pooled).max()
+    np.testing.assert_allclose(one.pictures["pooled"], pooled, rtol=2**-10, atol=atol)
     passes = [learner._data.read(0, step, np.arange(4)).numbers for step in range(3)]
     assert sorted(np.concatenate(passes)) == list(range(12))
     learner.close()

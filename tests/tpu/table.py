@@ -56,7 +56,7 @@ def main(seconds: float) -> None:
                 break
             said = cells[number, topology] = report(case, topology)
             print(*case[:2], topology, cell(said), said, sep="; ", file=sys.stderr, flush=True)
-    print("| binary, protocol | " + " | ".join(TOPOLOGIES) + " |")
+    print("| experiment, protocol | " + " | ".join(TOPOLOGIES) + " |")
     print("|---|" + "---:|" * len(TOPOLOGIES))
     for number, case in enumerate(CASES):
         row = [cell(cells.get((number, topology))) for topology in TOPOLOGIES]

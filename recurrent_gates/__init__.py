@@ -1,10 +1,12 @@
-"""Recurrent cells that remember, for JAX and Flax.
+"""Gated recurrent cells for JAX and Flax.
 
-Letters: T time, B batch, D input, F features, J = F/2 GATO pairs. Time-major inside. Order is
-always ``(carry, x) -> (carry, y)``.
+``CELLS`` maps names to cells, ``unroll`` runs a cell over a sequence, ``RNN`` and ``Stack`` are
+Flax layers. Shapes: T time, B batch, D input features, F cell features, J = F/2 pairs of GATO.
+``unroll`` is time-major, ``[T, B, D]``; the layers are batch-major. Order is always
+``(carry, x) -> (carry, y)``.
 
-The public modules beside these names, ``recurrent_gates.analysis`` and others, are imported
-when they are first used.
+The modules ``analysis``, ``desiderata``, ``gate_theory``, ``initializers``, ``interop``, ``nnx``,
+``target`` and ``testing`` are imported on first use.
 """
 
 import importlib
@@ -57,6 +59,7 @@ if typing.TYPE_CHECKING:  # for editors and type checkers, which do not see __ge
         initializers,
         interop,
         nnx,
+        target,
         testing,
     )
 

@@ -1,7 +1,7 @@
-"""What theory says of gates: UR-gates' timescales, propositions and refine gate as numbers.
+"""Theory of gates: UR-gates' distributions of timescales, propositions and refine gate.
 
-Computed in float64 by NumPy, and exact where a formula is; draws nothing. The paper's slips
-are corrected: see the functions' notes.
+Evaluated in float64 by NumPy, exactly where there is a formula; nothing is drawn. Errors of the
+paper are corrected: see each function's notes.
 """
 
 from __future__ import annotations

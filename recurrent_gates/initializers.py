@@ -1,4 +1,4 @@
-"""How parameters start: gate biases, torch's defaults and plain uniform draws.
+"""Initializers: gate biases, torch's defaults and plain uniform draws.
 
 Everything here is, or returns, a Flax-style initializer ``(key, shape, dtype) -> array``.
 Factories are cached: equal arguments give the same object, so that two cells built with

@@ -1,7 +1,7 @@
-"""What programs are compiled for: the machine that runs, or another one.
+"""The platform that programs are compiled for: this machine, or another one.
 
-Forms of a recurrence are chosen by platform while a program is traced. Here is asked which one that
-is, so that a machine without a TPU can compile what a TPU would run.
+Backends are chosen by platform while a program is traced. This module says which platform that is,
+so that a machine without a TPU can compile the program that a TPU would run.
 """
 
 from __future__ import annotations

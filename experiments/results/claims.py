@@ -15,7 +15,7 @@ from experiments.results.records import Results
 from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
 
-DOCUMENTS = ("GATO", "UR-gates", "h-detach", "lecture")
+DOCUMENTS = ("GATO", "UR-gates", "h-detach", "Lecture")
 SETTLED = ("holds", "holds only under", "contradicted")
 VERDICTS = (*SETTLED, "undecided", "not run")
 _OF_SEVERAL = (

@@ -1,4 +1,4 @@
-"""The training room: one loop for every task.
+"""The training loop, the same for every task.
 
 ``task`` is what a task offers, ``supervised`` the form that most have; ``models`` are the constant
 parts around a cell, ``optimizers`` are optax's by name. ``state`` is what goes from step to step,

@@ -463,7 +463,7 @@ def test_training_on_kept_features(tmp_path, small_network, more, scale, most):
         np.testing.assert_array_equal(a, b)
     params = resnet.read_weights(weights, resnet.parameter_shapes(32, SMALL))
     seen = resnet.ResNet().apply({"params": params}, learner._data.pixels(one.numbers))
-    # The kept halves round by 2**-11; float32's sums differ from batch to batch by the largest term's.
+    # Kept in float16, which rounds by 2**-11; float32's sums differ by roundings of the largest.
     pooled = np.asarray(seen.pooled)
     atol = 2**-20 * np.abs(pooled).max()
     np.testing.assert_allclose(one.pictures["pooled"], pooled, rtol=2**-10, atol=atol)

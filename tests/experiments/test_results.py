@@ -527,7 +527,7 @@ NAMED = {
     "Proposition 2, Proposition 3, Proposition 4",
     "h-detach": "Theorem 1, Theorem 2, Corollary 1, Figure 2, Figure 3, Figure 4, Figure 5, "
     "Figure 6, Figure 7, Figure 8, Table 1, Table 2, Table 3",
-    "lecture": "vanishing and exploding, clipping",
+    "Lecture": "vanishing and exploding, clipping",
 }
 
 

@@ -260,8 +260,9 @@ def unroll(
       reset_carry: the carry that a reset takes; default ``cell.initial(batch)``.
       lengths: int ``[*batch]`` from 0 to T, short for ``valid[t] = t < lengths``. Under ``jit``
         there are no values to check: then less than 0 counts as 0, and more than T as T.
-      valid: bool ``[T, *batch]``, any pattern. An invalid step holds the carry and emits
-        zeros; its input, NaN included, reaches neither values nor gradients.
+      valid: bool ``[T, *batch]``, any pattern. An invalid step holds the carry, which a reset
+        changes all the same, and emits zeros; its input, NaN included, reaches neither values
+        nor gradients.
       resets: bool ``[T, *batch]``: the step starts from ``reset_carry``, before x_t is read.
       reverse: run t from T - 1 to 0; every y stays at its own t.
       carry_fns: what happens to the carry around each step, left to right.

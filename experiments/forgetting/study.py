@@ -97,11 +97,13 @@ def report(finished: Finished) -> dict[str, Any]:
 def periods(finished: Finished, params: Any) -> list[float]:
     """The timescale 1 / (1 - f) of each unit, in steps, from the shortest to the longest.
 
+    An RMC's units are those of all of its slots.
+
     f is the effective forget gate, averaged over time and held-out examples (UR-gates, D.1).
     """
     inputs = finished.features(params, _EXAMPLES)
     gates = analysis.gate_activations(finished.learner.cell, params["recurrent"]["cell"], inputs)
-    f = np.asarray(gates["f"], np.float64).mean(axis=(0, 1))  # 1 - f has few digits as it is
+    f = np.asarray(gates["f"], np.float64).mean(axis=(0, 1)).reshape(-1)  # 1 - f has few digits
     with np.errstate(divide="ignore"):
         return sorted((1 / (1 - f)).tolist())
 

@@ -244,10 +244,12 @@ class LanguageModelTask(LanguageModelSettings, BaseTask):
         """
         time = jnp.arange(longest, dtype=jnp.int32)[:, None]
         at = jnp.minimum((first + place)[None] + time, len(part.tokens) - 2)
+        valid = time < steps[None]
         fresh = (place[None] + time) == 0
         if self.reset_at_articles:
             fresh = fresh | part.starts[at]
-        return Window(part.tokens[at], part.tokens[at + 1], time < steps[None], fresh)
+        # A reset acts on the carry at an invalid step, too; what is padding here is read later.
+        return Window(part.tokens[at], part.tokens[at + 1], valid, fresh & valid)
 
     def loss(
         self, apply: Apply, params: Any, window: Window, stream: Stream, train: bool

@@ -160,14 +160,17 @@ class Agent(nn.Module):
         """
         resets = jnp.ones_like(fresh) if self.memoryless else fresh
         carry, y = recurred(self, inputs, during, carry, {"resets": resets})
-        masks = during.masks(self.policy.widths[:-1])
+        # Each network has a dropout of its own.
+        deep = len(self.policy.widths) - 1
+        drawn = during.masks((*self.policy.widths[:-1], *self.baseline.widths[:-1]))
+        masks, baseline_masks = drawn[:deep], drawn[deep:]
         if isinstance(y, jax.Array):
             logits, code, strengths = self.policy(y, *masks), y, None
-            value = self.baseline(y, *masks)
+            value = self.baseline(y, *baseline_masks)
         else:
             code, strengths = y.z, y.strengths
             logits = self.policy(jnp.concatenate([y.z, y.h, y.reads], axis=-1), *masks)
             told = [code, jax.lax.stop_gradient(logits).astype(code.dtype)]
-            value = self.baseline(jnp.concatenate(told, axis=-1), *masks)
+            value = self.baseline(jnp.concatenate(told, axis=-1), *baseline_masks)
         recalled = None if self.recaller is None else self.recaller(code)
         return carry, Answer(logits, value[..., 0], recalled, strengths)

@@ -133,6 +133,15 @@ def test_periods_are_those_of_the_effective_gate():
     assert study.periods(finished, params) == [np.inf] * 4
 
 
+def test_periods_of_slots_are_those_of_all_units():
+    config = tiny(cell="rmc")
+    learner = Learner(config)
+    learner.load()
+    finished = runs.Finished(config, learner, None, {})
+    periods = study.periods(finished, learner.initial().params)
+    assert periods == sorted(periods) and len(periods) == config.model.hidden_size
+
+
 CONFIGS = {cell: tiny(cell=cell, learning_rates=(1e-3, 1e30)) for cell in ("lstm", "ur_lstm")}
 
 

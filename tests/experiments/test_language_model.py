@@ -178,6 +178,7 @@ def test_every_row_reads_its_stretch_to_the_end_and_begins_anew(resetting):
         if resetting:
             fresh |= CORPUS.train.starts[at]
         np.testing.assert_array_equal(window.fresh[: steps[0]], fresh)
+        assert not window.fresh[steps[0] :].any()  # padding starts no article
         if place == 0 and not first:
             assert seen == list(range(stretch - 1))  # each once
             seen = []

@@ -19,7 +19,7 @@ from experiments.match.settings import MATCH
 from experiments.settings.errors import UserError
 from experiments.settings.resolver import resolve
 from experiments.training.learner import Learner
-from experiments.training.models import Decoder
+from experiments.training.models import Decoder, Pass
 from experiments.training.state import Purpose, key_of
 from tests.experiments.probes.support import match as tiny
 from tests.support import quick_jit, randomize
@@ -229,6 +229,25 @@ class Parts(nn.Module):
 
     def __call__(self, inputs, **_):
         return None, rg.RMAOutput(inputs, inputs, inputs, inputs)
+
+
+class Through(nn.Module):
+    """Gives its inputs."""
+
+    def __call__(self, inputs, **_):
+        return None, inputs
+
+
+def test_policy_and_value_drop_units_of_their_own():
+    eye = Eye((5,), (), 6, remembers=True)
+    agent = Agent(eye, Through(), Decoder((32, 1)), Decoder((32, 1)), None, memoryless=False)
+    inputs, fresh = jax.random.normal(jax.random.key(0), (2, 3, 7)), jnp.zeros((2, 3), bool)
+    params = randomize(jax.eval_shape(agent.init, jax.random.key(1), inputs, fresh), 0)["params"]
+    params = params | {"baseline": params["policy"]}
+    during = Pass(rows=Rows(0, 3, 3), dropout_key=jax.random.key(2), dropout=0.5)
+    for one, alike in ((Pass(), True), (during, False)):
+        _, answer = agent.apply({"params": params}, inputs, fresh, during=one)
+        assert jnp.array_equal(answer.logits[..., 0], answer.value) == alike
 
 
 def test_rmas_value_is_told_of_the_logits_and_does_not_train_them():

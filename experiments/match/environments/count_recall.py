@@ -1,4 +1,8 @@
-"""Count the cards of a kind, as POPGym (Morad et al., 2023) defines it."""
+"""Count the cards of a kind, as POPGym (Morad et al., 2023) defines it.
+
+One action is ours: POPGym has as many actions as a kind has cards, from 0 on, so that the full
+count cannot be said. Here it can.
+"""
 
 from __future__ import annotations
 

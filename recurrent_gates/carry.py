@@ -73,7 +73,8 @@ class CarryFn:
     of ``Detach``, ``Damp`` or ``Zoneout`` inherit their promises, since it may break them.
 
     Attributes:
-      p: a probability, a scalar array leaf; it gets no gradient.
+      p: a probability, a scalar array leaf; it gets no gradient under ``unroll``, nor do other
+        leaves of a subclass, nor the noise.
       field: which field of the carry it acts on; see ``get_field``.
 
     Raises:
@@ -324,6 +325,12 @@ def draw_noise(
         else:
             noise.append(fn.draw(jax.random.fold_in(key, index), steps, batch_shape))
     return tuple(noise)
+
+
+def without_gradient(tree: Any) -> Any:
+    """Carry functions or noise whose arrays get no gradient, under any backend; numbers stay."""
+    is_array = checks.is_array
+    return jax.tree.map(lambda a: jax.lax.stop_gradient(a) if is_array(a) else a, tree)
 
 
 def apply_before(carry_fns: Sequence[CarryFn], noise_t: Sequence[Noise], carry: Carry) -> Carry:

@@ -105,6 +105,25 @@ class Sums:
         return self.bounded(carry._replace(**{f: value + added[f] for f, value in old.items()}))
 
 
+def outdated(cell: Any, *names: str) -> str | None:
+    """Why what a cell declares under these names is not of its step, in one sentence; None: it is.
+
+    What a class declares describes its own step, and no other that a subclass defines.
+    """
+    classes = type(cell).__mro__
+
+    def owner(name: str) -> int:
+        return next(i for i, one in enumerate(classes) if name in vars(one))
+
+    for name in names:
+        if owner("step") < owner(name) and getattr(cell, name):
+            return (
+                f"{classes[owner('step')].__name__} defines a step of its own and inherits the "
+                f"{name} of {classes[owner(name)].__name__}: define {name} as well."
+            )
+    return None
+
+
 # ---------------------------------------------------------------------------------------
 # Products of weights by slot
 # ---------------------------------------------------------------------------------------

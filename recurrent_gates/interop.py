@@ -153,6 +153,13 @@ def to_torch(layers: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, np.
                     f"{', '.join(params['kernel'])}{' and a gate' if 'gate' in params else ''}."
                 )
             recurrent = params.get("recurrent_bias", {})
+            if more := set(params) - set(_ROLES):
+                raise ValueError(f"torch's LSTM and GRU have no {', '.join(sorted(more))}.")
+            if "reset" in slots and "u" not in recurrent:
+                raise ValueError(
+                    'torch has GRU(reset="after"), whose candidate has a recurrent bias; these '
+                    "parameters have none."
+                )
             filled = {
                 **params,
                 "recurrent_bias": {

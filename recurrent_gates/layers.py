@@ -208,7 +208,8 @@ def _flip(ys: Any, lengths: jax.Array | None, axis: int = 0) -> Any:
         return jax.tree.map(lambda y: jnp.flip(y, axis), ys)
     steps = jax.tree.leaves(ys)[0].shape[axis]
     time = jnp.arange(steps, dtype=jnp.int32).reshape(steps, *(1,) * lengths.ndim)
-    index = (lengths[None].astype(jnp.int32) - 1 - time) % steps  # [T, *batch]
+    lengths = jnp.clip(lengths.astype(jnp.int32), 0, steps)  # as ``unroll`` takes them
+    index = (lengths[None] - 1 - time) % steps  # [T, *batch]
     index = jnp.moveaxis(index, 0, axis)
     return jax.tree.map(lambda y: jnp.take_along_axis(y, expand(index, y), axis), ys)
 

@@ -27,7 +27,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from recurrent_gates import checks, target
 from recurrent_gates.base import Cell
-from recurrent_gates.carry import CarryFn, Noise, apply_after, apply_before, draw_noise
+from recurrent_gates.carry import (
+    CarryFn,
+    Noise,
+    apply_after,
+    apply_before,
+    draw_noise,
+    without_gradient,
+)
 from recurrent_gates.declared import Carry, Params
 from recurrent_gates.shapes import all_varying, expand, is_symbolic, leading_axes
 
@@ -265,7 +272,8 @@ def unroll(
         nor gradients.
       resets: bool ``[T, *batch]``: the step starts from ``reset_carry``, before x_t is read.
       reverse: run t from T - 1 to 0; every y stays at its own t.
-      carry_fns: what happens to the carry around each step, left to right.
+      carry_fns: what happens to the carry around each step, left to right. Their leaves and their
+        noise get no gradient.
       key: PRNG key that the carry functions draw from.
       noise: their draws instead of a key, one entry per function with leading axis T.
         Windows of a sequence equal the whole when given slices of one noise.
@@ -324,6 +332,7 @@ def unroll(
     elif noise is None:
         noise = draw_noise(carry_fns, key, shape[0], shape[1:])
     noise = checks.noise(noise, len(carry_fns), shape[0])
+    carry_fns, noise = without_gradient((carry_fns, noise))
     cell, carry_fns, noise = cell._around(carry_fns, noise)
 
     xs = with_zeros(valid, xs)  # NaN in padding must not reach project

@@ -561,3 +561,32 @@ def test_p_is_a_leaf_that_vmap_can_map():
         assert_close(jax.tree.map(lambda leaf, n=n: leaf[n], lanes), alone)
     assert rg.Detach(p=0.5).field == "h"
     assert [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(rg.Detach(p=0.5))] == [0.5]
+
+
+@struct.dataclass
+class Scaled(rg.CarryFn):
+    """What the step reads times a leaf of its own, and noise that is added to it."""
+
+    gain: jax.Array = 1.0
+
+    def before(self, noise_t, carry):
+        return carry._replace(h=self.gain * carry.h + self.p * noise_t[:, None])
+
+
+@pytest.mark.parametrize("backend", ["scan", "fused"])
+def test_leaves_and_noise_get_no_gradient(backend):
+    cell, xs = rg.LSTM(3, param_dtype=jnp.float64), jax.random.normal(jax.random.key(0), (6, 2, 3))
+    params = cell.init_params(jax.random.key(1), 3)
+
+    def loss(params, p, gain, noise):
+        fns = [Scaled(p, gain=gain)]
+        return jnp.sum(
+            rg.unroll(cell, params, xs, carry_fns=fns, noise=[noise], backend=backend)[1]
+        )
+
+    at = params, jnp.float64(0.5), jnp.float64(2.0), jnp.ones((6, 2))
+    gradient, *none = jax.grad(loss, argnums=(0, 1, 2, 3))(*at)
+    assert np.abs(gradient["kernel"]["f"]).max() > 0
+    assert loss(params, at[1], jnp.float64(3.0), at[3]) != loss(*at)
+    for leaf in none:
+        assert not np.any(leaf)

@@ -398,6 +398,16 @@ MISTAKES = {
         "params",
     ),
     "to_torch of GATO": (lambda: rg.to_torch([{"forward": GATO_PARAMS}]), "LSTM", "f, g"),
+    "to_torch of GRU-D": (
+        lambda: rg.to_torch([{"forward": rg.GRUD(4).init_params(KEY, 6)}]),
+        "no",
+        "decay",
+    ),
+    "to_torch of a reset before the product": (
+        lambda: rg.to_torch([{"forward": rg.GRU(4, reset="before").init_params(KEY, 3)}]),
+        'GRU(reset="after")',
+        "none",
+    ),
     "to_torch of nothing": (lambda: rg.to_torch([]), "sequence", "list of 0"),
     "to_torch of one way and two": (
         lambda: rg.to_torch([{"forward": PARAMS}, {"forward": PARAMS, "backward": PARAMS}]),

@@ -191,6 +191,15 @@ def test_a_layer_adds_a_second_bias_where_there_is_one(vectors):
     assert_identical(ys, unroll(cell, params, xs)[1])
 
 
+def test_outputs_are_turned_around_by_at_most_all_steps():
+    """Under jit lengths have no values to check: more than T counts as T, less than 0 as 0."""
+    model, x = rg.RNN(build("lstm"), reverse=True), array(8, BATCH, STEPS, INPUTS)
+    held = variables(model, x)
+    turned = quick_jit(lambda lengths: model.apply(held, x, seq_lengths=lengths))
+    beyond = jnp.array([STEPS + 2, -3, STEPS + 1])
+    assert_identical(turned(beyond), turned(jnp.array([STEPS, 0, STEPS])))
+
+
 @pytest.mark.parametrize(("dtype", "steps"), [(np.uint32, STEPS), (np.int8, 200)])
 def test_lengths_of_any_dtype_turn_outputs_around(dtype, steps):
     model, x = rg.RNN(build("lstm"), reverse=True), array(8, BATCH, steps, INPUTS)

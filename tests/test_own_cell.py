@@ -48,6 +48,62 @@ def test_a_cell_of_fifteen_lines():
     check_cell(Leaky(), tolerance=1e-10)
 
 
+class Clipped(rg.LSTM):
+    def step(self, params, carry, z_t):
+        new = super().step(params, carry, z_t)
+        return new._replace(c=jnp.clip(new.c, -0.05, 0.05))
+
+
+class Halved(rg.GATO):
+    def step(self, params, carry, z_t):
+        new = super().step(params, carry, z_t)
+        return new._replace(r=new.r / 2)
+
+
+class Squashed(rg.MinGRU):
+    def step(self, params, carry, z_t):
+        return rg.HiddenState(jnp.tanh(3 * super().step(params, carry, z_t).h))
+
+
+@pytest.mark.parametrize(
+    ("cell", "declared", "backends"),
+    [
+        (Clipped(FEATURES, param_dtype=jnp.float64), "products", ["fused", "pallas"]),
+        (Halved(FEATURES, param_dtype=jnp.float64), "products", ["fused", "pallas"]),
+        (Halved(FEATURES, param_dtype=jnp.float64), "diagonal", ["newton"]),
+        (Squashed(FEATURES, param_dtype=jnp.float64), "linear", ["parallel"]),
+    ],
+)
+def test_a_step_of_ones_own_has_no_inherited_declarations(cell, declared, backends):
+    params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
+    carry, expected = cell.initial((BATCH,)), []
+    for x in xs:
+        carry = cell.step(params, carry, cell.project(params, x))
+        expected.append(carry)
+    base = type(cell).__mro__[1]
+    assert_close(rg.unroll(cell, params, xs)[0], expected[-1])
+    others = rg.unroll(base(FEATURES, param_dtype=jnp.float64), params, xs)[0]
+    assert max(jnp.abs(a - b).max() for a, b in zip(carry, others, strict=True)) > 1e-3
+    for backend in backends:
+        message = f"{type(cell).__name__} defines a step of its own and inherits the {declared} of"
+        with pytest.raises(ValueError, match=message):
+            rg.unroll(cell, params, xs, backend=backend)
+
+
+def test_declarations_repeated_beside_a_step_hold():
+    class Checked(rg.LSTM):
+        products = rg.LSTM.products
+
+        def step(self, params, carry, z_t):
+            return super().step(params, carry, z_t)
+
+    cell, xs = Checked(FEATURES, param_dtype=jnp.float64), array(8, STEPS, BATCH, INPUTS)
+    params = parameters(cell, INPUTS)
+    fused = rg.unroll(cell, params, xs, backend="fused")
+    assert_close(fused, rg.unroll(cell, params, xs, backend="scan"))
+    check_cell(cell, tolerance=1e-10)
+
+
 def test_it_is_the_loop_that_it_says(caplog):
     """Values against a loop by hand; auto takes fused."""
     cell, params, xs = Leaky(), parameters(Leaky(), INPUTS), array(8, STEPS, BATCH, INPUTS)

@@ -55,7 +55,14 @@ from recurrent_gates.backends.shared.products import (
 )
 from recurrent_gates.backends.shared.rows import projected
 from recurrent_gates.carry import get_field
-from recurrent_gates.declared import Carry, Slots, Weights, inputs_dtype, recurrent_weights
+from recurrent_gates.declared import (
+    Carry,
+    Slots,
+    Weights,
+    inputs_dtype,
+    outdated,
+    recurrent_weights,
+)
 from recurrent_gates.gato import GATO
 from recurrent_gates.scan import Loop, Segment, Stream, kept, with_zeros
 
@@ -74,6 +81,9 @@ def unsupported(loop: Loop) -> str | None:
     cell = loop.settings.cell
     if cell.products is None:
         return f"{type(cell).__name__} with these settings does not declare recurrent products."
+    reason = outdated(cell, "products", "sums")
+    if reason is not None:
+        return reason
     for fn in loop.carry_fns:
         get_field(loop.carry, fn.field)  # an unknown field is an error under any backend
         if cell.sums is not None and not fn.elementwise:

@@ -28,7 +28,7 @@ from recurrent_gates import target
 from recurrent_gates.backends.shared.refusal import refuse_derivative
 from recurrent_gates.backends.shared.rows import projected
 from recurrent_gates.carry import CarryFn, Detach, Zoneout, get_field
-from recurrent_gates.declared import Carry
+from recurrent_gates.declared import Carry, outdated
 from recurrent_gates.scan import Loop, Segment, Stream, kept, with_zeros
 from recurrent_gates.shapes import expand
 
@@ -49,6 +49,9 @@ def unsupported(loop: Loop) -> str | None:
     name = type(loop.settings.cell).__name__
     if not loop.settings.cell.linear:
         return f"{name} does not say that its step is linear in the carry."
+    reason = outdated(loop.settings.cell, "linear")
+    if reason is not None:
+        return reason
     if loop.symbolic:
         return "it cuts time into blocks by sizes, and these are symbolic."
     if len({leaf.shape for leaf in jax.tree.leaves(loop.carry)}) > 1:

@@ -33,7 +33,7 @@ from recurrent_gates.backends.shared.accumulation import (
 from recurrent_gates.backends.shared.refusal import refuse_derivative
 from recurrent_gates.base import Cell, feed_back, summed_fields
 from recurrent_gates.carry import get_field
-from recurrent_gates.declared import Carry, Params, Slots
+from recurrent_gates.declared import Carry, Params, Slots, outdated
 from recurrent_gates.scan import (
     Loop,
     Segment,
@@ -57,6 +57,9 @@ def unsupported(loop: Loop) -> str | None:
     cell = loop.settings.cell
     if not cell.diagonal:
         return f"{type(cell).__name__} does not say that its recurrent Jacobian is diagonal."
+    reason = outdated(cell, "diagonal", "sums")
+    if reason is not None:
+        return reason
     if loop.symbolic:
         return "it cuts time into blocks by sizes, and these are symbolic."
     if not all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(loop.carry)):

@@ -93,7 +93,8 @@ class _Pool:
 
     def _ended(self, number: int, code: int) -> None:
         run, name = self._runs[number], self._name(number)
-        if _finished(run):
+        # A run that ended early is finished under more steps, too.
+        if _finished(run) or (code == 0 and Workdir(run.workdir).summary() is not None):
             say(f"{name} is finished: {run.line}")
             return
         path = log(run)
@@ -116,9 +117,8 @@ class _Pool:
 
 
 def _finished(run: Run) -> bool:
-    """Whether a run has come to its end, with all of the steps or before."""
-    work = Workdir(run.workdir)
-    return work.summary() is not None and work.steps() >= run.config.training.steps
+    """Whether a run of so many steps, no more and no less, has come to its end."""
+    return Workdir(run.workdir).summary_of(run.config.training.steps) is not None
 
 
 def _rows(run: Run) -> int:

@@ -70,7 +70,7 @@ def _become(parent: int, core: int, command: Sequence[str]) -> NoReturn:
     """
     if core >= 0:
         os.sched_setaffinity(0, {core})
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep passes it on as SIGTERM
+    os.setpgid(0, 0)  # Ctrl-C is the sweep's, which passes it on as SIGTERM
     # With the sweep the runs end, so that the next one finds their workdirs free: on Linux.
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_DEATH_OF_PARENT, signal.SIGTERM)

@@ -16,7 +16,7 @@ from experiments.figures.curves import Curve
 from experiments.records.reporting import say
 from experiments.records.workdir import Workdir, read_rows
 from experiments.settings.metrics import Metric
-from experiments.sweep.plan import Run
+from experiments.sweep.plan import Run, flag_text
 
 NAMES = ("sweep.md", "sweep.json", "sweep.png")
 
@@ -82,11 +82,14 @@ def best_rows(runs: Sequence[Run], metric: Metric) -> list[Row]:
     The best one has the best mean, over seeds, on the set that was watched in training: the
     validation set where there is one. A seed that diverged, or is missing, is infinitely bad.
     """
-    groups: dict[tuple[tuple[str, str], ...], dict[float, list[Run]]] = {}
+    groups: dict[frozenset[tuple[str, Any]], dict[float, list[Run]]] = {}
+    rows: dict[frozenset[tuple[str, Any]], dict[str, Any]] = {}
     for run in runs:
+        key = frozenset(run.row.items())  # whatever the order of the flags, and 1 is 1.0
+        rows.setdefault(key, run.row)
         for rate in run.config.training.learning_rates:
-            groups.setdefault(run.row, {}).setdefault(rate, []).append(run)
-    labels = _labels(list(groups))
+            groups.setdefault(key, {}).setdefault(rate, []).append(run)
+    labels = _labels(list(rows.values()))
     return [
         _best_row(label, by_rate, metric)
         for label, by_rate in zip(labels, groups.values(), strict=True)
@@ -139,14 +142,14 @@ def _watched(run: Run, rate: float, metric: Metric) -> list[float | None] | None
     return list(watched[metric.name][lanes])
 
 
-def _labels(rows: Sequence[tuple[tuple[str, str], ...]]) -> list[str]:
+def _labels(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The flags in which a row differs from another one; the cell always."""
-    flags = [dict(row) for row in rows]
-    names = list(dict.fromkeys(name for row in flags for name in row))
-    differing = [n for n in names if n == "cell" or len({row.get(n) for row in flags}) > 1]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    differing = [n for n in names if n == "cell" or len({row.get(n) for row in rows}) > 1]
     labels = []
-    for row in flags:
-        texts = [row[n] if n == "cell" else f"{n}={row[n]}" for n in differing if n in row]
+    for row in rows:
+        own = {n: flag_text(row[n]) for n in differing if n in row}
+        texts = [text if n == "cell" else f"{n}={text}" for n, text in own.items()]
         labels.append(" ".join(texts) or "run")
     return labels
 

@@ -141,7 +141,7 @@ class _Run:
                 say("warning: every checkpoint of this run, which is finished, is damaged.")
             _print_summary(self._config, work, summary)
             return summary
-        evaluated = state is None or _evaluated(state, self._learner.mesh.fetch)
+        evaluated = state is not None and _evaluated(state, self._learner.mesh.fetch)
         if is_first():
             if state is None and any(True for _ in read_rows(work.metrics)):
                 say(f"there is no checkpoint in {work.path}: starting again from step 0")

@@ -167,6 +167,10 @@ class Update:
             )
         share = weight / training.batch_size
         first_bad = (state.diverged_at < 0) & ~(loss <= _DIVERGED)  # NaN, too
+        over = None  # whether this lane has its result, and is trained on beside others alone
+        if training.patience and state.best is not None:
+            over = state.best.stale >= training.patience
+            first_bad &= ~over
         new = state._replace(
             params=learned.params,
             optimizer=learned.optimizer,
@@ -180,7 +184,10 @@ class Update:
         fault = learned.fault
         if faults is None or fault is None:
             return new
-        new = new._replace(faults=faults.after(step, fault))
+        after_fault = faults.after(step, fault)
+        if over is not None:
+            after_fault = jax.tree.map(lambda a, b: jnp.where(over, a, b), faults, after_fault)
+        new = new._replace(faults=after_fault)
         if training.on_divergence == "stop":
             return new
         # The window is over, and what was learnt of it is not: its stream is as drawn.

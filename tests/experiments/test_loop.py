@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import sys
 
 import jax
@@ -288,6 +289,37 @@ def test_a_lane_that_stopped_early_keeps_its_result(tmp_path):
     assert both["steps"] > fast["steps"]
     kept = both["metrics"]["mse"]["per_run"][0]["value"]
     assert kept == pytest.approx(fast["metrics"]["mse"]["mean"], rel=1e-6)
+
+
+@pytest.mark.parametrize("on_divergence", ["mark", "stop", "skip"])
+def test_a_lane_that_stopped_early_diverges_no_more(tmp_path, on_divergence):
+    """The first is at its best at step 0, stops at step 2, and overflows beside the other."""
+    config = drift(
+        patience=2,
+        learning_rates=(1.1, 0.0005),
+        optimizer="sgd",
+        steps=120,
+        on_divergence=on_divergence,
+    )
+    summary = loop.run(config, tmp_path)
+    first, second = summary["metrics"]["mse"]["per_run"]
+    assert first["value"] == pytest.approx(0.0625) and not first["diverged"]
+    assert summary["steps"] == 120 and not second["diverged"]
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_with_its_first_evaluation(tmp_path):
+    """Which is the best one here: without it the run would stop later, with a worse result."""
+    config = drift(patience=1, learning_rates=(1.1,), optimizer="sgd")
+    whole = loop.run(config, tmp_path)
+    expected = (tmp_path / "metrics.jsonl").read_text()
+    first, *others = expected.splitlines(keepends=True)
+    assert others
+    (tmp_path / "metrics.jsonl").write_text(first)
+    (tmp_path / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "checkpoints")
+    again = loop.run(config, tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text() == expected
+    assert again["metrics"] == whole["metrics"] and again["steps"] == whole["steps"]
 
 
 def test_halved_rates_are_reported_and_used(tmp_path):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -51,7 +52,7 @@ def test_a_grid_is_every_combination(tmp_path):
     asked = {(run.config.model.cell, *run.config.training.lanes[0]) for run in runs}
     assert asked == {(c, s, r) for c in ("gru", "lstm") for s in (0, 1) for r in (1e-3, 1e-2)}
     assert all(run.config.model.hidden_size == 6 for run in runs)
-    assert len({run.row for run in runs}) == 2
+    assert len({run.row["cell"] for run in runs}) == 2 and "seed" not in runs[0].row
     more = TOML + '[[also]]\nhidden_size = 7\n[also.grid]\ncell = ["rnn"]\n'
     last = plan.read(sweep_file(tmp_path, more), tmp_path / "runs")[-1].config.model
     assert (last.cell, last.hidden_size) == ("rnn", 7)
@@ -135,11 +136,44 @@ def test_a_run_whose_config_does_not_say_its_steps_is_trained(tmp_path):
     for content, finished in (
         ({"config": {"training": {"steps": 30}}}, True),
         ({"config": {"training": {"steps": 20}}}, False),
+        ({"config": {"training": {"steps": 40}}}, False),  # its binary refuses fewer steps
         ({"config": None}, False),
         ({}, False),
     ):
         (run.workdir / "config.json").write_text(json.dumps(content))
         assert pool._finished(run) == finished
+
+
+def test_flags_in_another_order_and_spelling_are_one_row(tmp_path):
+    text = TOML.replace("[1e-3, 1e-2]", "[1e-3]").replace("[0, 1]", "[0]") + (
+        "[[also]]\nclip_norm = 1\nhidden_size = 6\nsteps = 30\n"
+        '[also.grid]\nlearning_rate = [1e-2]\ncell = ["gru", "lstm"]\n'
+    )
+    text = text.replace("[grid]", "[grid]\nclip_norm = [1.0]")
+    runs = plan.read(sweep_file(tmp_path, text), tmp_path / "runs")
+    rows = report.best_rows(runs, runs[0].config.task.metrics[0])
+    assert [(row.label, row.rates) for row in rows] == [("gru", 2), ("lstm", 2)]
+
+
+class Ended:
+    """An executor whose jobs have ended with a code."""
+
+    slots = 1
+
+    def __init__(self, code):
+        self.code = code
+
+    def start(self, runs):
+        return [mock.Mock(poll=lambda: self.code) for _ in runs]
+
+
+def test_a_run_that_ended_early_is_finished_under_more_steps_too(tmp_path, capsys):
+    run = plan.read(sweep_file(tmp_path), tmp_path / "runs")[0]
+    finish(run, 0.5, 0.5)
+    (run.workdir / "config.json").write_text(json.dumps({"config": {"training": {"steps": 20}}}))
+    assert pool.train([run], Ended(0)) == 0
+    assert "run 1 of 1 is finished" in capsys.readouterr().out
+    assert pool.train([run], Ended(2)) == 1
 
 
 @pytest.mark.long

@@ -308,8 +308,7 @@ def unroll(
     shape = sequence_shape(cell, params, xs, reset_carry if carry is None else carry)
     initial = cell.initial(shape[1:])
     carry = initial if carry is None else checks.carry("carry", carry, initial)
-    if reset_carry is not None:
-        reset_carry = checks.carry("reset_carry", reset_carry, initial)
+    anew = initial if reset_carry is None else checks.carry("reset_carry", reset_carry, initial)
     checks.params(cell, params, xs.shape[-1] if checks.is_array(xs) else None)
     _check_width(cell, params, xs, carry)
     reverse = checks.flag("reverse", reverse)
@@ -339,7 +338,6 @@ def unroll(
     keep = return_carries == "all"
     settings = Settings(cell, len(shape) - 1, reverse, unroll, keep, by_lengths=by_lengths)
     stream = Stream(valid, resets, noise)
-    anew = initial if reset_carry is None else reset_carry
     loop = all_varying(Loop(settings, params, xs, carry, anew, carry_fns, stream))
     out = _run(loop, _backend(backend), remat, empty=0 in shape)
     return (out.carries if keep else out.carry), out.ys

@@ -335,7 +335,7 @@ def dense(params: Params, z_t: Slots, separate: Sequence[str] = ()) -> Product:
 class SlotCell(Cell):
     """Base of cells whose pre-activations are linear in x and in a hidden vector, by slot.
 
-    A subclass defines ``initial``, ``slots`` and ``update(carry, inputs, product)``, and where it
+    A slot is a named pre-activation, such as f, i or o. A subclass defines ``initial``, ``slots`` and ``update(carry, inputs, product)``, and where it
     must ``input_slots`` and ``separate``; ``init_params``, ``project``, ``step``, ``emit`` (h) and
     ``products`` are made of them.
 

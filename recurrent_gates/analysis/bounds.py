@@ -1,4 +1,7 @@
-"""The lecture's two paths of an LSTM, and the singular-value bounds of a plain network."""
+"""An LSTM's gradient paths and their bound (the lecture), and a plain network's singular values.
+
+The lecture is M. Khapra's on the gradients of LSTM and GRU.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class LecturePaths(NamedTuple):
 def lecture_paths(
     cell: LSTM, params: Params, xs: jax.Array, carry: Carry | None = None
 ) -> LecturePaths:
-    """The path that keeps an LSTM's gradient and the path that can explode (the lecture).
+    """An LSTM's gradient path through its cell state, and the one that can explode (the lecture).
 
     The loss's own factor L'(h_T), which both share, is left out.
 

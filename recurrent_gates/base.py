@@ -30,6 +30,7 @@ from recurrent_gates.declared import (
     Slots,
     Sums,
     Weights,
+    outdated,
     pre_activations,
     product_of,
     recurrent_weights,
@@ -94,8 +95,10 @@ class Cell(nn.RNNCellBase):
     ===================================  ====================  ==================================
 
     The last four are properties. What is declared for speed changes no number:
-    ``testing.check_cell`` holds it to the step. Every cell runs under ``unroll``, ``RNN`` and
-    ``nn.RNN``, with every mask and carry function. Fields must be hashable settings, never arrays.
+    ``testing.check_cell`` holds it to the step. It describes the step of the class that declares
+    it: a subclass with a step of its own declares it anew, or runs under ``"scan"``. Every cell
+    runs under ``unroll``, ``RNN`` and ``nn.RNN``, with every mask and carry function. Fields must
+    be hashable settings, never arrays.
     """
 
     @nn.nowrap
@@ -266,7 +269,7 @@ def _update(cell: Cell, params: Params, carry: Carry, z_t: Any) -> Carry:
 
 def summed_fields(cell: Cell) -> tuple[str, ...]:
     """The fields of the carry that never feed back."""
-    return () if cell.sums is None else cell.sums.fields
+    return () if cell.sums is None or outdated(cell, "sums") else cell.sums.fields
 
 
 # ---------------------------------------------------------------------------------------
@@ -335,9 +338,9 @@ def dense(params: Params, z_t: Slots, separate: Sequence[str] = ()) -> Product:
 class SlotCell(Cell):
     """Base of cells whose pre-activations are linear in x and in a hidden vector, by slot.
 
-    A slot is a named pre-activation, such as f, i or o. A subclass defines ``initial``, ``slots`` and ``update(carry, inputs, product)``, and where it
-    must ``input_slots`` and ``separate``; ``init_params``, ``project``, ``step``, ``emit`` (h) and
-    ``products`` are made of them.
+    A slot is a named pre-activation, such as f, i or o. A subclass defines ``initial``, ``slots``
+    and ``update(carry, inputs, product)``, and where it must ``input_slots`` and ``separate``;
+    ``init_params``, ``project``, ``step``, ``emit`` (h) and ``products`` are made of them.
 
     Parameters: ``{"kernel": {slot: [D, width]}, "recurrent_kernel": {slot: [F, width]},
     "bias": {slot: [width]}}``, plus ``"recurrent_bias"`` with ``bias_vectors=2`` and

@@ -110,18 +110,22 @@ def outdated(cell: Any, *names: str) -> str | None:
 
     What a class declares describes its own step, and no other that a subclass defines.
     """
-    classes = type(cell).__mro__
-
-    def owner(name: str) -> int:
-        return next(i for i, one in enumerate(classes) if name in vars(one))
-
     for name in names:
-        if owner("step") < owner(name) and getattr(cell, name):
+        if getattr(cell, name) and (owners := redefined(cell, "step", name)):
             return (
-                f"{classes[owner('step')].__name__} defines a step of its own and inherits the "
-                f"{name} of {classes[owner(name)].__name__}: define {name} as well."
+                f"{owners[0].__name__} defines a step of its own and inherits the {name} of "
+                f"{owners[1].__name__}: define {name} as well."
             )
     return None
+
+
+def redefined(value: Any, method: str, name: str) -> tuple[type, type] | None:
+    """The class of a method and the class of a name, if the first is a subclass of the second."""
+    first, second = (
+        next(one for one in type(value).__mro__ if attribute in vars(one))
+        for attribute in (method, name)
+    )
+    return (first, second) if first is not second and issubclass(first, second) else None
 
 
 # ---------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from recurrent_gates.declared import (
     Weights,
     pre_activations,
     product_of,
+    redefined,
     state_dtype,
 )
 from recurrent_gates.gates import Gate
@@ -361,6 +362,8 @@ class GATO(Cell):
     def products(self) -> Products | None:
         if not isinstance(self.f, SlotMap) or self.f.reads_parameters:
             return None
+        if redefined(self.f, "__call__", "combine"):  # f is not made of its pre-activations alone
+            return None
         return Products(_weights_on_r, self._update, inputs=_inputs_of_f)
 
     @property
@@ -370,7 +373,7 @@ class GATO(Cell):
 
     @property
     def diagonal(self) -> bool:
-        return self.f.diagonal
+        return self.f.diagonal and not redefined(self.f, "__call__", "diagonal")
 
     @nn.nowrap
     def init_params(self, key: jax.Array, in_features: int) -> dict[str, Any]:

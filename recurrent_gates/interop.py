@@ -131,7 +131,9 @@ def to_torch(layers: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, np.
 
     Args:
       layers: one mapping per layer, ``{"forward": params[, "backward": params]}``. With one
-        bias vector torch's second is zeros (a GRU's own candidate bias keeps its place).
+        bias vector torch's second is zeros (a GRU's own candidate bias keeps its place). What
+        parameters do not show is not seen: cumax gates, or GRU(reset="before") with two bias
+        vectors, compute something else in torch.
 
     Returns:
       torch's names to NumPy arrays.

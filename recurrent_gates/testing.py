@@ -18,7 +18,7 @@ from jax.test_util import check_grads
 
 from recurrent_gates.base import Cell, feed_back, summed_fields
 from recurrent_gates.checks import described
-from recurrent_gates.declared import Carry, Params, Sums
+from recurrent_gates.declared import Carry, Params, Sums, outdated
 from recurrent_gates.layers import RNN
 from recurrent_gates.scan import select, unroll
 
@@ -252,18 +252,19 @@ def _check_step(cell: Cell, params: Any, carry: Any, xs: jax.Array) -> None:
 def _check_promises(cell: Cell, params: Any, xs: jax.Array) -> None:
     """What ``sums``, ``diagonal`` and ``linear`` say, of the step after xs ``[T, D]``."""
     name, fields = type(cell).__name__, summed_fields(cell)
+    sums = cell.sums if fields else None
     carry, _ = _loop(cell, params, cell.initial(()), xs[:-1])
     z = jax.jit(cell.project)(params, xs[-1])
 
-    if cell.linear:
+    if cell.linear and not outdated(cell, "linear"):
         _check_linear(name, lambda carry: cell.step(params, carry, z), carry)
 
     def fed_back(carry: Any) -> Any:
-        new = feed_back(cell, params, carry, z)
+        new = feed_back(cell, params, carry, z) if sums else cell.step(params, carry, z)
         return new._replace(**dict.fromkeys(fields)) if fields else new
 
-    if cell.sums is not None:
-        increment = cell.sums.increment
+    if sums is not None:
+        increment = sums.increment
         summed = {field: getattr(carry, field) for field in fields}
         slopes = _jacobian(
             lambda summed: (
@@ -276,9 +277,9 @@ def _check_promises(cell: Cell, params: Any, xs: jax.Array) -> None:
             not any(np.any(leaf) for leaf in jax.tree.leaves(slopes)),
             f"{name}: neither recur nor increment of its sums may read the fields {fields}.",
         )
-        _check_bound(name, cell.sums, carry, increment(params, carry, z))
+        _check_bound(name, sums, carry, increment(params, carry, z))
         carry = carry._replace(**dict.fromkeys(fields))
-    if not cell.diagonal:
+    if not cell.diagonal or outdated(cell, "diagonal"):
         return
     leaves, slopes = jax.tree.leaves(carry), jax.tree.leaves(_jacobian(fed_back, carry))
     for index, block in enumerate(slopes):

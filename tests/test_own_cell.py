@@ -65,6 +65,46 @@ class Squashed(rg.MinGRU):
         return rg.HiddenState(jnp.tanh(3 * super().step(params, carry, z_t).h))
 
 
+class Unwrapped(rg.GATO):
+    """s grows without bound, and by half; r is what it was, and so are its products."""
+
+    products = rg.GATO.products
+
+    def step(self, params, carry, z_t):
+        new = super().step(params, carry, z_t)
+        return new._replace(s=carry.s + self._increment(params, carry, z_t)["s"] / 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedMap(rg.GatedDecay):
+    def __call__(self, params, r, z):
+        return jnp.clip(super().__call__(params, r, z), -0.05, 0.05)
+
+
+def test_a_map_of_ones_own_has_no_inherited_declarations():
+    cell = rg.GATO(FEATURES, f=ClippedMap(), param_dtype=jnp.float64)
+    params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
+    last, _ = rg.unroll(cell, params, xs)
+    assert jnp.abs(last.r).max() <= 0.05
+    assert_close(rg.unroll(cell, params, xs, backend="auto"), rg.unroll(cell, params, xs))
+    for backend in ("fused", "newton"):
+        with pytest.raises(ValueError, match="does not"):
+            rg.unroll(cell, params, xs, backend=backend)
+    check_cell(cell, tolerance=1e-10)
+
+
+def test_zoneouts_mean_of_a_step_of_ones_own_has_no_inherited_bound():
+    cell = Unwrapped(FEATURES, param_dtype=jnp.float64)
+    params, xs = parameters(cell, INPUTS), array(8, 40, BATCH, INPUTS)
+    carry = cell.initial((BATCH,))
+    for x in xs:
+        new = cell.step(params, carry, cell.project(params, x))
+        carry = new._replace(s=0.1 * carry.s + 0.9 * new.s)
+    assert carry.s.max() > 2 * jnp.pi
+    request = {"carry_fns": [rg.Zoneout(0.1, "s")], "deterministic": True}
+    assert_close(rg.unroll(cell, params, xs, **request)[0], carry)
+
+
 @pytest.mark.parametrize(
     ("cell", "declared", "backends"),
     [
@@ -72,6 +112,7 @@ class Squashed(rg.MinGRU):
         (Halved(FEATURES, param_dtype=jnp.float64), "products", ["fused", "pallas"]),
         (Halved(FEATURES, param_dtype=jnp.float64), "diagonal", ["newton"]),
         (Squashed(FEATURES, param_dtype=jnp.float64), "linear", ["parallel"]),
+        (Unwrapped(FEATURES, param_dtype=jnp.float64), "sums", ["fused", "pallas"]),
     ],
 )
 def test_a_step_of_ones_own_has_no_inherited_declarations(cell, declared, backends):
@@ -84,6 +125,7 @@ def test_a_step_of_ones_own_has_no_inherited_declarations(cell, declared, backen
     assert_close(rg.unroll(cell, params, xs)[0], expected[-1])
     others = rg.unroll(base(FEATURES, param_dtype=jnp.float64), params, xs)[0]
     assert max(jnp.abs(a - b).max() for a, b in zip(carry, others, strict=True)) > 1e-3
+    check_cell(cell, tolerance=1e-10)
     for backend in backends:
         message = f"{type(cell).__name__} defines a step of its own and inherits the {declared} of"
         with pytest.raises(ValueError, match=message):

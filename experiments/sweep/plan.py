@@ -57,7 +57,7 @@ class Run(NamedTuple):
     @property
     def command(self) -> list[str]:
         """The command line of its process."""
-        texts = [f"--{name}={flag_text(value)}" for name, value in self.flags.items()]
+        texts = [f"--{name}={_text(value)}" for name, value in self.flags.items()]
         module = f"experiments.{self.experiment.name}"
         return [sys.executable, "-m", module, *texts, f"--workdir={self.workdir}"]
 
@@ -67,10 +67,10 @@ class Run(NamedTuple):
         return shlex.join(["python", *self.command[1:]])
 
     @property
-    def row(self) -> dict[str, Any]:
-        """The flags that it shares with the other seeds and rates of its row; lists are tuples."""
-        own = {name: value for name, value in self.flags.items() if name not in _SWEPT}
-        return {n: tuple(v) if isinstance(v, list) else v for n, v in own.items()}
+    def row(self) -> dict[str, str]:
+        """The flags that it shares with the other seeds and rates of its row."""
+        own = self.flags.items()
+        return {name: _text(value) for name, value in own if name not in _SWEPT}
 
 
 def read(path: Path, directory: Path) -> list[Run]:
@@ -178,11 +178,10 @@ def configured(experiment: Experiment, flag_values: Flags) -> Config:
 
 
 def _texts(flag_values: Flags) -> list[str]:
-    return [f"--{name}={flag_text(value)}" for name, value in flag_values.items()]
+    return [f"--{name}={_text(value)}" for name, value in flag_values.items()]
 
 
-def flag_text(value: Any) -> str:
-    """A flag's value as one writes it."""
-    if isinstance(value, (list, tuple)):
-        return ",".join(map(flag_text, value))
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(_text, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -16,7 +16,7 @@ from experiments.figures.curves import Curve
 from experiments.records.reporting import say
 from experiments.records.workdir import Workdir, read_rows
 from experiments.settings.metrics import Metric
-from experiments.sweep.plan import Run, flag_text
+from experiments.sweep.plan import Run
 
 NAMES = ("sweep.md", "sweep.json", "sweep.png")
 
@@ -82,10 +82,11 @@ def best_rows(runs: Sequence[Run], metric: Metric) -> list[Row]:
     The best one has the best mean, over seeds, on the set that was watched in training: the
     validation set where there is one. A seed that diverged, or is missing, is infinitely bad.
     """
-    groups: dict[frozenset[tuple[str, Any]], dict[float, list[Run]]] = {}
-    rows: dict[frozenset[tuple[str, Any]], dict[str, Any]] = {}
+    groups: dict[frozenset[tuple[str, float | str]], dict[float, list[Run]]] = {}
+    rows: dict[frozenset[tuple[str, float | str]], dict[str, str]] = {}
     for run in runs:
-        key = frozenset(run.row.items())  # whatever the order of the flags, and 1 is 1.0
+        # Whatever the order of the flags, and 1 is 1.0 and "1".
+        key = frozenset((name, _number(text)) for name, text in run.row.items())
         rows.setdefault(key, run.row)
         for rate in run.config.training.learning_rates:
             groups.setdefault(key, {}).setdefault(rate, []).append(run)
@@ -116,8 +117,17 @@ def _best_row(label: str, by_rate: dict[float, list[Run]], metric: Metric) -> Ro
     return Row(label, rate, len(by_rate), tuple(finished), tuple(values), missing)
 
 
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def _summary(run: Run) -> dict[str, Any] | None:
-    return Workdir(run.workdir).summary()
+    """Of a run that is finished, and was not trained for longer than it is asked to be."""
+    summary = Workdir(run.workdir).summary()
+    return None if summary is None or summary["steps"] > run.config.training.steps else summary
 
 
 def _results(run: Run, rate: float, metric: Metric) -> list[float | None]:
@@ -142,14 +152,13 @@ def _watched(run: Run, rate: float, metric: Metric) -> list[float | None] | None
     return list(watched[metric.name][lanes])
 
 
-def _labels(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _labels(rows: Sequence[dict[str, str]]) -> list[str]:
     """The flags in which a row differs from another one; the cell always."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     differing = [n for n in names if n == "cell" or len({row.get(n) for row in rows}) > 1]
     labels = []
     for row in rows:
-        own = {n: flag_text(row[n]) for n in differing if n in row}
-        texts = [text if n == "cell" else f"{n}={text}" for n, text in own.items()]
+        texts = [row[n] if n == "cell" else f"{n}={row[n]}" for n in differing if n in row]
         labels.append(" ".join(texts) or "run")
     return labels
 

@@ -1,4 +1,4 @@
-"""What a task offers the training room.
+"""What a task offers the training loop.
 
 A task is a frozen dataclass of plain settings with the methods of ``Task``. A training step is
 

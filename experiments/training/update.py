@@ -167,7 +167,7 @@ class Update:
             )
         share = weight / training.batch_size
         first_bad = (state.diverged_at < 0) & ~(loss <= _DIVERGED)  # NaN, too
-        over = None  # whether this lane has its result, and is trained on beside others alone
+        over = None  # whether this lane is finished, and trained on only because others are not
         if training.patience and state.best is not None:
             over = state.best.stale >= training.patience
             first_bad &= ~over

@@ -305,6 +305,7 @@ def test_a_lane_that_stopped_early_diverges_no_more(tmp_path, on_divergence):
     first, second = summary["metrics"]["mse"]["per_run"]
     assert first["value"] == pytest.approx(0.0625) and not first["diverged"]
     assert summary["steps"] == 120 and not second["diverged"]
+    assert summary.get("skipped") == (None if on_divergence == "mark" else [0, 0])
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_with_its_first_evaluation(tmp_path):

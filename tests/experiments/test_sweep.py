@@ -146,7 +146,7 @@ def test_a_run_whose_config_does_not_say_its_steps_is_trained(tmp_path):
 
 def test_flags_in_another_order_and_spelling_are_one_row(tmp_path):
     text = TOML.replace("[1e-3, 1e-2]", "[1e-3]").replace("[0, 1]", "[0]") + (
-        "[[also]]\nclip_norm = 1\nhidden_size = 6\nsteps = 30\n"
+        '[[also]]\nclip_norm = 1\nhidden_size = "6"\nsteps = 30\n'
         '[also.grid]\nlearning_rate = [1e-2]\ncell = ["gru", "lstm"]\n'
     )
     text = text.replace("[grid]", "[grid]\nclip_norm = [1.0]")
@@ -165,6 +165,14 @@ class Ended:
 
     def start(self, runs):
         return [mock.Mock(poll=lambda: self.code) for _ in runs]
+
+
+def test_a_run_that_was_trained_for_longer_is_missing(tmp_path):
+    runs = plan.read(sweep_file(tmp_path, TOML.replace("steps = 30", "steps = 20")), tmp_path)
+    for run in runs:
+        finish(run, 0.5, 0.5)
+    for row in report.best_rows(runs, runs[0].config.task.metrics[0]):
+        assert row.values == () and row.missing == 2
 
 
 def test_a_run_that_ended_early_is_finished_under_more_steps_too(tmp_path, capsys):

@@ -57,7 +57,8 @@ def unsupported(loop: Loop) -> str | None:
     cell = loop.settings.cell
     if not cell.diagonal:
         return f"{type(cell).__name__} does not say that its recurrent Jacobian is diagonal."
-    reason = outdated(cell, "diagonal", "sums")
+    updates = cell.sums is not None and cell.sums.recur is None
+    reason = outdated(cell, "diagonal", "sums", *(("products",) if updates else ()))
     if reason is not None:
         return reason
     if loop.symbolic:

@@ -298,13 +298,13 @@ def test_a_lane_that_stopped_early_diverges_no_more(tmp_path, on_divergence):
         patience=2,
         learning_rates=(1.1, 0.0005),
         optimizer="sgd",
-        steps=120,
+        steps=80,
         on_divergence=on_divergence,
     )
     summary = loop.run(config, tmp_path)
     first, second = summary["metrics"]["mse"]["per_run"]
     assert first["value"] == pytest.approx(0.0625) and not first["diverged"]
-    assert summary["steps"] == 120 and not second["diverged"]
+    assert summary["steps"] == 80 and not second["diverged"]
     assert summary.get("skipped") == (None if on_divergence == "mark" else [0, 0])
 
 

@@ -128,6 +128,7 @@ class Claims(rg.MinGRU):
     """Says that it is linear, and is not."""
 
     mixes: bool = False
+    linear = rg.MinGRU.linear
 
     def step(self, params, carry, z_t):
         h = super().step(params, carry, z_t).h

@@ -46,6 +46,8 @@ class Leaky(rg.Cell):
 class Grow(Leaky):
     """A linear cell that doubles its carry every 7 steps."""
 
+    diagonal = Leaky.diagonal
+
     def step(self, params, carry, z_t):
         return 1.1 * carry + z_t @ params["W"]
 
@@ -59,6 +61,8 @@ def small(monkeypatch):
 
 class Run(Leaky):
     """A cell that grows without bound, and is far from linear before it does."""
+
+    diagonal = Leaky.diagonal
 
     def step(self, params, carry, z_t):
         return 1.1 * carry + jnp.tanh(2 * carry + z_t @ params["W"])
@@ -445,6 +449,8 @@ def test_another_length_or_mask_compiles_nothing_else(small):
 
 class Counting(Leaky):
     """Beside what it holds it counts its steps, in whole numbers."""
+
+    diagonal = Leaky.diagonal
 
     def initial(self, batch_shape):
         return super().initial(batch_shape), jnp.zeros(batch_shape, int)

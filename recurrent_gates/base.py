@@ -30,7 +30,6 @@ from recurrent_gates.declared import (
     Slots,
     Sums,
     Weights,
-    outdated,
     pre_activations,
     product_of,
     recurrent_weights,
@@ -265,11 +264,6 @@ def _update(cell: Cell, params: Params, carry: Carry, z_t: Any) -> Carry:
     inputs = products.inputs(z_t)
     product = functools.partial(product_of, recurrent_weights(products, params))
     return products.update(carry, inputs, pre_activations(product, inputs))
-
-
-def summed_fields(cell: Cell) -> tuple[str, ...]:
-    """The fields of the carry that never feed back."""
-    return () if cell.sums is None or outdated(cell, "sums") else cell.sums.fields
 
 
 # ---------------------------------------------------------------------------------------

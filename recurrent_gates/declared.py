@@ -120,12 +120,21 @@ def outdated(cell: Any, *names: str) -> str | None:
 
 
 def redefined(value: Any, method: str, name: str) -> tuple[type, type] | None:
-    """The class of a method and the class of a name, if the first is a subclass of the second."""
+    """The class of a method and the class of a name, if Python looks in the first one first.
+
+    That is a subclass of the second, or a mixin before it.
+    """
+    classes = type(value).__mro__
     first, second = (
-        next(one for one in type(value).__mro__ if attribute in vars(one))
+        next(i for i, one in enumerate(classes) if attribute in vars(one))
         for attribute in (method, name)
     )
-    return (first, second) if first is not second and issubclass(first, second) else None
+    return (classes[first], classes[second]) if first < second else None
+
+
+def summed_fields(cell: Any) -> tuple[str, ...]:
+    """The fields of a cell's carry that never feed back."""
+    return () if cell.sums is None or outdated(cell, "sums") else cell.sums.fields
 
 
 # ---------------------------------------------------------------------------------------

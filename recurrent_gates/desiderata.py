@@ -30,9 +30,10 @@ from recurrent_gates.analysis import (
     state_jacobians,
     step_jacobians,
 )
-from recurrent_gates.base import Carry, Cell, Params, SlotCell, summed_fields
+from recurrent_gates.base import Carry, Cell, Params, SlotCell
 from recurrent_gates.carry import get_field, set_field
 from recurrent_gates.cells import GRU, LSTM, Elman, Exploding, FlaxCell
+from recurrent_gates.declared import summed_fields
 from recurrent_gates.gato import GATO
 
 __all__ = [

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from recurrent_gates.carry import CarryFn, Noise, Zoneout, get_field, set_field
-from recurrent_gates.declared import outdated
+from recurrent_gates.declared import summed_fields
 
 Around = tuple[Any, tuple[CarryFn, ...], tuple[Noise, ...]]
 """A cell, carry functions and their noise."""
@@ -62,7 +62,7 @@ def bounds_last(cell: Any, carry_fns: Sequence[CarryFn], noise: Sequence[Noise])
     """
     names = [
         name
-        for name in (() if cell.sums is None or outdated(cell, "sums") else cell.sums.fields)
+        for name in summed_fields(cell)
         if any(_is_mean_of(name, cell, *pair) for pair in zip(carry_fns, noise, strict=True))
         and _is_bounded(cell, name)
     ]

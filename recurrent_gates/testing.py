@@ -16,9 +16,9 @@ import numpy as np
 from flax import linen as nn
 from jax.test_util import check_grads
 
-from recurrent_gates.base import Cell, feed_back, summed_fields
+from recurrent_gates.base import Cell, feed_back
 from recurrent_gates.checks import described
-from recurrent_gates.declared import Carry, Params, Sums, outdated
+from recurrent_gates.declared import Carry, Params, Sums, outdated, summed_fields
 from recurrent_gates.layers import RNN
 from recurrent_gates.scan import select, unroll
 

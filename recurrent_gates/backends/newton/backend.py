@@ -31,9 +31,9 @@ from recurrent_gates.backends.shared.accumulation import (
     unnamed_field,
 )
 from recurrent_gates.backends.shared.refusal import refuse_derivative
-from recurrent_gates.base import Cell, feed_back, summed_fields
+from recurrent_gates.base import Cell, feed_back
 from recurrent_gates.carry import get_field
-from recurrent_gates.declared import Carry, Params, Slots, outdated
+from recurrent_gates.declared import Carry, Params, Slots, outdated, summed_fields
 from recurrent_gates.scan import (
     Loop,
     Segment,

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from recurrent_gates.base import Cell, summed_fields
+from recurrent_gates.base import Cell
 from recurrent_gates.carry import CarryFn, apply_before
-from recurrent_gates.declared import Carry, Params, Product, Products, Slots
+from recurrent_gates.declared import Carry, Params, Product, Products, Slots, summed_fields
 from recurrent_gates.scan import Loop, Stream, select
 
 

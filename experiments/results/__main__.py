@@ -50,10 +50,10 @@ def begin(flag_values: dict[str, Any]) -> None:
     path = directory.parent / "RESULTS.md"
     tables.write(path, page.text(directory))
     print(path)
-    for one in page.figures(directory):
-        place = directory.parent / "images" / "results" / one.file
-        if not figure.is_of(place, one):
-            figure.draw(one, place)
+    for page_figure in page.figures(directory):
+        place = directory.parent / "images" / "results" / page_figure.file
+        if not figure.is_of(place, page_figure):
+            figure.draw(page_figure, place)
             print(place)
 
 

@@ -18,7 +18,7 @@ from experiments.settings.metrics import Metric
 DOCUMENTS = ("GATO", "UR-gates", "h-detach", "Lecture")
 SETTLED = ("holds", "holds only under", "contradicted")
 VERDICTS = (*SETTLED, "undecided", "not run")
-_OF_SEVERAL = (
+_PLURAL_VERDICTS = (
     "hold",
     "hold only under a condition",
     "are contradicted",
@@ -92,33 +92,34 @@ def read(path: Path) -> list[Claim]:
       UserError: if it cannot be read, or a claim is not whole.
     """
     try:
-        claims = [Claim(**one) for one in tomllib.loads(path.read_text())["claim"]]
+        claims = [Claim(**entry) for entry in tomllib.loads(path.read_text())["claim"]]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a file of claims: {error!r}.") from None
-    for one in claims:
-        _check(one)
+    for claim in claims:
+        _check(claim)
     return claims
 
 
-def _check(one: Claim) -> None:
-    place = _place(one)
-    if one.document not in DOCUMENTS:
+def _check(claim: Claim) -> None:
+    place = _place(claim)
+    if claim.document not in DOCUMENTS:
         raise UserError(f"{place} has a document that must be one of {', '.join(DOCUMENTS)}.")
-    if one.verdict not in VERDICTS:
+    if claim.verdict not in VERDICTS:
         raise UserError(f"{place} has a verdict that must be one of {', '.join(VERDICTS)}.")
-    shown = bool(one.results or one.evidence)
-    if shown == (one.verdict == "not run"):
+    has_support = bool(claim.results or claim.evidence)
+    if has_support == (claim.verdict == "not run"):
         raise UserError(f"{place} needs results or evidence, unless it was not run: then neither.")
-    if one.verdict in SETTLED and one.evidence.endswith(".json"):
+    is_tested = claim.evidence.startswith("tests/")
+    if claim.verdict in SETTLED and not (claim.results or is_tested):
         raise UserError(f"{place} is settled by runs and must name their row in results.")
-    if one.verdict in ("holds only under", "not run") and not one.because:
-        raise UserError(f'{place} is "{one.verdict}" and must say because of what.')
+    if claim.verdict in ("holds only under", "not run") and not claim.because:
+        raise UserError(f'{place} is "{claim.verdict}" and must say because of what.')
 
 
-def _place(one: Claim) -> str:
-    return f"the claim of {one.document}, {one.place},"
+def _place(claim: Claim) -> str:
+    return f"the claim of {claim.document}, {claim.place},"
 
 
 def markdown(claims: Sequence[Claim], select: Select) -> str:
@@ -133,28 +134,28 @@ def markdown(claims: Sequence[Claim], select: Select) -> str:
         ``ENOUGH`` seeds, or unfinished ones, leave a claim undecided; or if a citation is not of
         one row.
     """
-    tested = [one for one in claims if one.evidence.startswith("tests/")]
-    trained = [one for one in claims if one not in tested]
+    tested_claims = [claim for claim in claims if claim.evidence.startswith("tests/")]
+    trained_claims = [claim for claim in claims if claim not in tested_claims]
     parts = [
-        f"Of {len(group)} claims {about}: {_counts(group)}."
-        for group, about in (
-            (tested, "of mathematics, shown by tests"),
-            (trained, "of experiments"),
+        f"Of {len(group)} claims {topic}: {_counts(group)}."
+        for group, topic in (
+            (tested_claims, "of mathematics, shown by tests"),
+            (trained_claims, "of experiments"),
         )
         if group
     ]
     head = ["claim", "where", "paper", "ours: mean [min, max], n", "size of ours", "verdict"]
     for document in DOCUMENTS:
-        rows = [_cells(one, select) for one in claims if one.document == document]
+        rows = [_cells(claim, select) for claim in claims if claim.document == document]
         if rows:
             parts += [f"## {document}", tables.of_prose(head, rows)]
     return "\n\n".join(parts)
 
 
 def _counts(claims: Sequence[Claim]) -> str:
-    counts = collections.Counter(one.verdict for one in claims)
-    said = zip(VERDICTS, _OF_SEVERAL, strict=True)
-    return ", ".join(f"{counts[verdict]} {words}" for verdict, words in said if counts[verdict])
+    counts = collections.Counter(claim.verdict for claim in claims)
+    phrases = zip(VERDICTS, _PLURAL_VERDICTS, strict=True)
+    return ", ".join(f"{counts[verdict]} {words}" for verdict, words in phrases if counts[verdict])
 
 
 def _unsettled(row: _Row) -> list[str]:
@@ -168,24 +169,24 @@ def _unsettled(row: _Row) -> list[str]:
 
 
 def _selected(
-    one: Claim, select: Select, file: str, flags: Mapping[str, Any]
+    claim: Claim, select: Select, file: str, flags: Mapping[str, Any]
 ) -> tuple[Results, _Row, list[str]]:
     """A file's results, its one row with these flags, and why that leaves a claim undecided."""
     try:
         results, row = select(file, flags)
     except UserError as error:
-        raise UserError(f"{_place(one)} cites what is not there. {error}") from None
+        raise UserError(f"{_place(claim)} cites what is not there. {error}") from None
     reasons = _unsettled(row)
-    if reasons and one.verdict in SETTLED:
+    if reasons and claim.verdict in SETTLED:
         words = " ".join([file, *(f"{name}={value}" for name, value in flags.items())])
         raise UserError(
-            f'{_place(one)} cannot be "{one.verdict}", but undecided, with {words} '
+            f'{_place(claim)} cannot be "{claim.verdict}", but undecided, with {words} '
             f"({', '.join(reasons)})."
         )
     return results, row, reasons
 
 
-def _cited(one: Claim, text: str, select: Select) -> str:
+def _cited(claim: Claim, text: str, select: Select) -> str:
     """The text with the numbers of the rows that it cites."""
 
     def cite(match: re.Match[str]) -> str:
@@ -194,43 +195,50 @@ def _cited(one: Claim, text: str, select: Select) -> str:
         words = words[1:] if mean else words
         if words and "=" not in words[0]:
             file, flags = words.pop(0), {}
-        elif one.results:
-            file, flags = one.results["file"], one.flags
+        elif claim.results:
+            file, flags = claim.results["file"], claim.flags
         else:
-            raise UserError(f"{_place(one)} cites {match[0]}, but has no row of its own.")
-        changed = dict(word.split("=", 1) for word in words if "=" in word)
-        if len(changed) < len(words):
+            raise UserError(f"{_place(claim)} cites {match[0]}, but has no row of its own.")
+        changes = dict(word.split("=", 1) for word in words if "=" in word)
+        if len(changes) < len(words):
             raise UserError(
-                f"{_place(one)} cites {match[0]}, whose flags must be name=value, each once."
+                f"{_place(claim)} cites {match[0]}, whose flags must be name=value, each once."
             )
-        results, row, reasons = _selected(one, select, file, {**flags, **changed})
+        results, row, reasons = _selected(claim, select, file, {**flags, **changes})
         values = row.statistics(results.metric, spread=not mean)
         return f"{values} ({', '.join(reasons)})" if reasons else values
 
-    cited = _CITATION.sub(cite, text)
-    if "{" in cited or "}" in cited:
-        raise UserError(f"{_place(one)} has a brace without the other of its pair: {text!r}.")
-    return cited
+    result = _CITATION.sub(cite, text)
+    if "{" in result or "}" in result:
+        raise UserError(f"{_place(claim)} has a brace without the other of its pair: {text!r}.")
+    return result
 
 
-def _cells(one: Claim, select: Select) -> list[str]:
-    ours, verdict = _cited(one, one.ours, select), one.verdict
-    because = _cited(one, one.because, select)
+def _cells(claim: Claim, select: Select) -> list[str]:
+    ours, verdict = _cited(claim, claim.ours, select), claim.verdict
+    explanation = _cited(claim, claim.because, select)
     reasons: list[str] = []
-    if one.results:
-        results, row, reasons = _selected(one, select, one.results["file"], one.flags)
+    if claim.results:
+        results, row, reasons = _selected(claim, select, claim.results["file"], claim.flags)
         name = results.metric.name.replace("_", " ")
-        label = f"{one.of}: {name}" if one.of else name
+        label = f"{claim.of}: {name}" if claim.of else name
         values = f"{label} {row.statistics(results.metric)}, n = {row.n}"
         ours = f"{values}; {ours}" if ours else values
-    if one.evidence:
-        link = f"[{Path(one.evidence).name}](../{one.evidence})"
+    if claim.evidence:
+        link = f"[{Path(claim.evidence).name}](../{claim.evidence})"
         ours = f"{ours} ({link})" if ours else link
     if verdict == "holds only under":
-        verdict = f"{verdict} {because}"
+        verdict = f"{verdict} {explanation}"
     else:
-        reasons += [because] if because else []
+        reasons += [explanation] if explanation else []
         if verdict == "undecided" and not reasons:
-            raise UserError(f"{_place(one)} is undecided: say why, because.")
+            raise UserError(f"{_place(claim)} is undecided: say why, because.")
         verdict += f" ({'; '.join(reasons)})" if reasons else ""
-    return [one.claim, one.place, one.paper or "-", ours or "-", one.size or "-", f"**{verdict}**"]
+    return [
+        claim.claim,
+        claim.place,
+        claim.paper or "-",
+        ours or "-",
+        claim.size or "-",
+        f"**{verdict}**",
+    ]

@@ -44,11 +44,11 @@ class Figure(NamedTuple):
     @property
     def digest(self) -> str:
         """SHA-256 of all that is drawn, which the PNG has as its ``Source``."""
-        drawn = [(label, [self._drawn(run) for run in runs]) for label, runs in self.rows]
-        content = json.dumps([self.name, self.metric._asdict(), drawn])
+        lines = [(label, [self._run_data(run) for run in runs]) for label, runs in self.rows]
+        content = json.dumps([self.name, self.metric._asdict(), lines])
         return hashlib.sha256(content.encode()).hexdigest()
 
-    def _drawn(self, run: Record) -> tuple[Any, ...]:
+    def _run_data(self, run: Record) -> tuple[Any, ...]:
         if self.against:
             return run.seeds, run.settings[self.against], run.values
         return run.seeds, run.curve
@@ -109,10 +109,10 @@ def _curve(label: str, runs: Sequence[Record]) -> Curve:
     return Curve(label, np.array(steps), np.array(values, float))  # None is NaN
 
 
-def _scores(label: str, runs: Sequence[Record], against: str) -> Curve:
+def _scores(label: str, runs: Sequence[Record], setting: str) -> Curve:
     """The scores of all seeds at each value of a setting."""
     values: dict[float, list[float | None]] = {}
     for run in runs:
-        values.setdefault(run.settings[against], []).extend(run.values)
-    at = sorted(values)
-    return Curve(label, np.array(at, float), np.array([values[x] for x in at], float))
+        values.setdefault(run.settings[setting], []).extend(run.values)
+    positions = sorted(values)
+    return Curve(label, np.array(positions, float), np.array([values[x] for x in positions], float))

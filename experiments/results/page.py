@@ -123,23 +123,23 @@ def figures(directory: Path) -> Iterator[Figure]:
 
 def _figure_of(directory: Path, name: str, *words: str) -> Figure:
     results = read(directory / f"{name}.json")
-    against = [word.removeprefix("against=") for word in words if word.startswith("against=")]
-    if against:
-        return _figure_against(results, against[0], name, *words)
-    drawn = []
-    for row in _chosen(name, results, words):
+    axis_settings = [word.removeprefix("against=") for word in words if word.startswith("against=")]
+    if axis_settings:
+        return _figure_against(results, axis_settings[0], name, *words)
+    lines = []
+    for row in _matching_rows(name, results, words):
         if runs := tuple(run for run in row.runs if len(run.curve.get("step", [])) > 1):
-            drawn.append((row.label, runs))
-    if not drawn:
+            lines.append((row.label, runs))
+    if not lines:
         raise UserError(f"{name}.json has no learning curve with {' '.join(words)}.")
-    return Figure(" ".join([name, *words]), results.metric, tuple(drawn))
+    return Figure(" ".join([name, *words]), results.metric, tuple(lines))
 
 
 def _figure_against(results: Results, setting: str, name: str, *words: str) -> Figure:
     selection = [word for word in words if not word.startswith("against=")]
     lines: dict[str, tuple[Record, ...]] = {}
     counts: dict[str, set[int]] = {}
-    for row in _chosen(name, results, selection):
+    for row in _matching_rows(name, results, selection):
         if not isinstance(row.runs[0].settings.get(setting), int | float):
             raise UserError(f"{name}.json has a run whose {setting} is no number, or not given.")
         # Which rate is best may differ along a line.
@@ -182,12 +182,12 @@ def _table(directory: Path, section: Path, words: Sequence[str]) -> str:
 def _claims(directory: Path) -> str:
     def select(name: str, selection: Mapping[str, Any]) -> tuple[Results, Row]:
         results = read(directory / f"{name}.json")
-        chosen = rows(results, selection)
-        if len(chosen) != 1:
+        matches = rows(results, selection)
+        if len(matches) != 1:
             raise UserError(
-                f"papers.toml: {name}.json has {len(chosen)} rows with {dict(selection)}, not one."
+                f"papers.toml: {name}.json has {len(matches)} rows with {dict(selection)}, not one."
             )
-        return results, chosen[0]
+        return results, matches[0]
 
     return claims.markdown(claims.read(directory / "papers.toml"), select)
 
@@ -195,10 +195,10 @@ def _claims(directory: Path) -> str:
 def _runs(directory: Path, name: str, *words: str) -> str:
     results = read(directory / f"{name}.json")
     metric = results.metric
-    better = "more" if metric.higher_is_better else "less"
+    direction = "more" if metric.higher_is_better else "less"
     head = ["cell and settings", f"{metric.name}: mean [min, max]", "n", "steps", "s", "parameters"]
     body = []
-    for row in _chosen(name, results, words):
+    for row in _matching_rows(name, results, words):
         seconds = [run.seconds for run in row.runs if run.seconds is not None]
         steps = "-".join(f"{step:,}" for step in (row.steps[0], row.steps[-1])[: len(row.steps)])
         body.append(
@@ -208,11 +208,11 @@ def _runs(directory: Path, name: str, *words: str) -> str:
                 row.n,
                 steps + ("" if row.finished else ", unfinished"),
                 f"{sum(seconds):,.0f}" if seconds else "",
-                _one({f"{run.parameters:,}" for run in row.runs if run.parameters}),
+                _alternatives({f"{run.parameters:,}" for run in row.runs if run.parameters}),
             ]
         )
     source = (
-        f"{better} is better; {metric.baseline_name} {metric.baseline:.4g}; each run's command, "
+        f"{direction} is better; {metric.baseline_name} {metric.baseline:.4g}; each run's command, "
         f"device and revision: [results/{name}.json](results/{name}.json)"
     )
     return f"{tables.markdown(head, body)}\n\n{source[0].upper()}{source[1:]}."
@@ -223,21 +223,26 @@ def _curve(directory: Path, name: str, *words: str) -> str:
     results = read(directory / f"{name}.json")
     head = [f"{results.metric.name} after so many steps", *(f"{step:,}" for step in steps)]
     body = []
-    for row in _chosen(name, results, [word for word in words if "=" in word]):
-        at = [_at(row, step) for step in steps]
+    for row in _matching_rows(name, results, [word for word in words if "=" in word]):
+        points = [_scores_at(row, step) for step in steps]
         body.append(
-            [row.label, *(statistics(v, results.metric, _weights(s)) if v else "" for v, s in at)]
+            [
+                row.label,
+                *(statistics(v, results.metric, _weights(s)) if v else "" for v, s in points),
+            ]
         )
     return tables.markdown(head, body)
 
 
-def _at(row: Row, step: int) -> tuple[list[float | None], list[int]]:
+def _scores_at(row: Row, step: int) -> tuple[list[float | None], list[int]]:
     """Scores after so many steps, and the seed of each."""
     pairs = [
         pair
         for run in row.runs
-        for there, values in zip(run.curve.get("step", []), run.curve.get("value", []), strict=True)
-        if there == step
+        for curve_step, values in zip(
+            run.curve.get("step", []), run.curve.get("value", []), strict=True
+        )
+        if curve_step == step
         for pair in zip(values, run.seeds, strict=True)
     ]
     return [value for value, _ in pairs], [seed for _, seed in pairs]
@@ -252,17 +257,17 @@ def _numbers(directory: Path, name: str) -> str:
     for file in ("papers.toml", "measurements.toml"):
         table = tomllib.loads((directory / file).read_text()).get("table", {}).get(name)
         if table is not None:
-            made = tables.markdown(table["head"], [list(map(str, row)) for row in table["rows"]])
-            return f"{made}\n\n{table['source']}"
+            body = tables.markdown(table["head"], [list(map(str, row)) for row in table["rows"]])
+            return f"{body}\n\n{table['source']}"
     raise UserError(f"{directory}: neither papers.toml nor measurements.toml has a table {name}.")
 
 
-def _chosen(name: str, results: Results, words: Sequence[str]) -> list[Row]:
+def _matching_rows(name: str, results: Results, words: Sequence[str]) -> list[Row]:
     selection = dict(word.split("=", 1) for word in words)
-    chosen = rows(results, selection)
-    if not chosen:
+    matches = rows(results, selection)
+    if not matches:
         raise UserError(f"{name}.json has no run with {' '.join(words)}.")
-    return chosen
+    return matches
 
 
 def rows(results: Results, selection: Mapping[str, Any]) -> list[Row]:
@@ -272,21 +277,21 @@ def rows(results: Results, selection: Mapping[str, Any]) -> list[Row]:
       results: of one file.
       selection: flags and their values, ``"none"`` for one that was not given.
     """
-    chosen = [
+    matches = [
         run
         for run in results.runs
         if all(
-            _shown(run.settings.get(name, "none")) == _shown(value)
+            _value_text(run.settings.get(name, "none")) == _value_text(value)
             for name, value in selection.items()
         )
     ]
     groups: dict[tuple[Any, ...], dict[float | None, list[Record]]] = {}
-    for run in chosen:
-        own = (run.identity, *sorted((n, _shown(value)) for n, value in run.settings.items()))
-        groups.setdefault(own, {}).setdefault(run.rate, []).append(run)
+    for run in matches:
+        key = (run.identity, *sorted((n, _value_text(value)) for n, value in run.settings.items()))
+        groups.setdefault(key, {}).setdefault(run.rate, []).append(run)
     differing = _differing([next(iter(rates.values()))[0] for rates in groups.values()])
-    made = [_row(rates, differing, results) for rates in groups.values()]
-    return sorted(made, key=lambda row: _by_size(row.label))
+    table_rows = [_row(rates, differing, results) for rates in groups.values()]
+    return sorted(table_rows, key=lambda row: _by_size(row.label))
 
 
 def _by_size(label: str) -> list[str | float]:
@@ -297,7 +302,9 @@ def _by_size(label: str) -> list[str | float]:
 
 def _differing(runs: Sequence[Record]) -> list[str]:
     names = dict.fromkeys(name for run in runs for name in run.settings)
-    return [n for n in names if n == "cell" or len({_shown(r.settings.get(n)) for r in runs}) > 1]
+    return [
+        n for n in names if n == "cell" or len({_value_text(r.settings.get(n)) for r in runs}) > 1
+    ]
 
 
 def _row(
@@ -306,31 +313,33 @@ def _row(
     sign = 1 if results.metric.higher_is_better else -1
 
     def score(runs: Sequence[Record]) -> float:
-        watched = [value for run in runs for value in run.watched or run.values]
-        signed = [-np.inf if value is None else sign * value for value in watched]
-        return float(np.average(signed, weights=_weights([s for run in runs for s in run.seeds])))
+        scores = [value for run in runs for value in run.watched or run.values]
+        signed_scores = [-np.inf if value is None else sign * value for value in scores]
+        return float(
+            np.average(signed_scores, weights=_weights([s for run in runs for s in run.seeds]))
+        )
 
-    rate = max(rates, key=lambda one: score(rates[one]))
+    rate = max(rates, key=lambda candidate: score(rates[candidate]))
     settings = rates[rate][0].settings
     words = [
-        _shown(settings[n]) if n == "cell" else f"{n}={_shown(settings[n])}"
+        _value_text(settings[n]) if n == "cell" else f"{n}={_value_text(settings[n])}"
         for n in differing
         if n in settings
     ]
     words += [f"rate={rate:g} of {len(rates)}"] if len(rates) > 1 else []
-    done = {seed for run in rates[rate] if run.finished for seed in run.seeds}
+    finished_seeds = {seed for run in rates[rate] if run.finished for seed in run.seeds}
     # An unfinished run of a seed that another revision has finished says nothing more.
-    runs = [run for run in rates[rate] if run.finished or not done.issuperset(run.seeds)]
+    runs = [run for run in rates[rate] if run.finished or not finished_seeds.issuperset(run.seeds)]
     return Row(" ".join(words), tuple(runs))
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, list):
-        return ",".join(map(_shown, value))
+        return ",".join(map(_value_text, value))
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _one(texts: set[str]) -> str:
+def _alternatives(texts: set[str]) -> str:
     return " or ".join(sorted(texts))

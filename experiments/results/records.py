@@ -71,8 +71,8 @@ class Record:
     @property
     def key(self) -> tuple[Any, ...]:
         """What is the same of a run that has gone on, and of no other."""
-        own = self.identity or json.dumps(self.settings, sort_keys=True)
-        return own, self.rate, tuple(self.seeds), self.revision
+        identity = self.identity or json.dumps(self.settings, sort_keys=True)
+        return identity, self.rate, tuple(self.seeds), self.revision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def read(path: Path) -> Results:
     try:
         content = json.loads(path.read_text())
         metric = Metric(**content["metric"])
-        runs = [Record(**one) for one in content["runs"]]
+        runs = [Record(**entry) for entry in content["runs"]]
         return Results(content["experiment"], metric, runs)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from None
@@ -114,21 +114,21 @@ def write(path: Path, results: Results) -> None:
       UserError: if it cannot be written.
     """
     runs = sorted(results.runs, key=_order)
-    content = ",\n".join(_lines(dataclasses.asdict(one)) for one in runs)
+    content = ",\n".join(_lines(dataclasses.asdict(run)) for run in runs)
     head = {"experiment": results.experiment, "metric": results.metric._asdict()}
     first = ",\n".join(f'"{name}": {_json(value)}' for name, value in head.items())
     tables.write(path, f'{{\n{first},\n"runs": [\n{content}\n]\n}}\n')
 
 
-def _order(one: Record) -> tuple[Any, ...]:
-    settings = {name: shown_value(value) for name, value in sorted(one.settings.items())}
+def _order(run: Record) -> tuple[Any, ...]:
+    settings = {name: shown_value(value) for name, value in sorted(run.settings.items())}
     cell = settings.pop("cell", "")
-    return cell, list(settings.items()), one.rate or 0.0, one.seeds, str(one.revision)
+    return cell, list(settings.items()), run.rate or 0.0, run.seeds, str(run.revision)
 
 
 def _lines(record: Mapping[str, Any]) -> str:
-    kept = {name: value for name, value in record.items() if value not in (None, {}, "")}
-    return " {\n" + ",\n".join(f'  "{n}": {_json(value)}' for n, value in kept.items()) + "\n }"
+    fields = {name: value for name, value in record.items() if value not in (None, {}, "")}
+    return " {\n" + ",\n".join(f'  "{n}": {_json(value)}' for n, value in fields.items()) + "\n }"
 
 
 def _json(value: Any) -> str:
@@ -150,29 +150,31 @@ def add(workdirs: Sequence[Path], directory: Path, name: str, unfinished: bool =
     """
     if not _NAME.fullmatch(name):
         raise UserError(f"--to={name}: the name is of small letters, digits and underscores.")
-    places = [one for workdir in workdirs for one in _places(workdir)]
+    places = [place for workdir in workdirs for place in _places(workdir)]
     path = directory / f"{name}.json"
     results = read(path) if path.exists() else None
     count = 0
     for place in places:
-        new = transfer_results(place) if place.name == TRANSFER else _of_run(place, unfinished)
+        place_results = (
+            transfer_results(place) if place.name == TRANSFER else _run_results(place, unfinished)
+        )
         if results is None:
-            results = dataclasses.replace(new, runs=[])
-        own = (new.experiment, new.metric.name)
-        if (results.experiment, results.metric.name) != own:
+            results = dataclasses.replace(place_results, runs=[])
+        place_name = (place_results.experiment, place_results.metric.name)
+        if (results.experiment, results.metric.name) != place_name:
             raise UserError(
                 f"{path} is of {results.experiment} and its {results.metric.name}, and {place} of "
-                f"{own[0]} and its {own[1]}; choose another --to."
+                f"{place_name[0]} and its {place_name[1]}; choose another --to."
             )
-        for one in new.runs:
-            _put(results.runs, one, path)
+        for run in place_results.runs:
+            _put(results.runs, run, path)
             count += 1
     assert results is not None
     write(path, results)
     say(f"{path}: {count} of its {len(results.runs)} results are of these runs")
 
 
-def _of_run(workdir: Path, unfinished: bool) -> Results:
+def _run_results(workdir: Path, unfinished: bool) -> Results:
     """The results of the run in a workdir, one for each learning rate."""
     entries = table.read(workdir)
     first = entries[0]
@@ -210,16 +212,16 @@ def _places(directory: Path) -> Iterator[Path]:
     if (directory / TRANSFER).is_file():
         yield directory / TRANSFER
         return
-    inside = sorted(path.parent for path in directory.glob("*/config.json"))
-    if not inside:
+    workdirs = sorted(path.parent for path in directory.glob("*/config.json"))
+    if not workdirs:
         raise UserError(f"{directory} is no workdir, and holds none: there is no config.json.")
-    yield from inside
+    yield from workdirs
 
 
 def record(entry: table.Entry) -> Record:
     """A run with one learning rate, as it is kept."""
     config, work = entry.config, Workdir(entry.workdir)
-    recorded = work.read_json("config.json")
+    document = work.read_json("config.json")
     lanes = config.training.lanes_by_rate[entry.rate]
     summary = work.summary() or {}
     return Record(
@@ -234,9 +236,9 @@ def record(entry: table.Entry) -> Record:
         step=entry.rows[-1]["step"],
         finished=entry.finished,
         command=command(config.task.name, config.protocol, config.overrides),
-        device=recorded["device"],
-        revision=recorded.get("commit"),
-        identity=row_digest(config.identity()),
+        device=document["device"],
+        revision=document.get("commit"),
+        identity=row_digest(config.identity_without_data()),
         rate=entry.rate,
         watched=_watched(entry, summary, lanes),
         curve=_thin(entry),
@@ -257,9 +259,9 @@ def transfer_results(path: Path) -> Results:
             "transfer_copy",
             Metric("accuracy", True, _chance(content), "chance"),
             [
-                _transferred(one, int(delay), values)
-                for one in content.values()
-                for delay, values in one["accuracy"].items()
+                _transferred(entry, int(delay), values)
+                for entry in content.values()
+                for delay, values in entry["accuracy"].items()
             ],
         )
     except OSError as error:
@@ -275,8 +277,8 @@ def _chance(content: Mapping[str, Any]) -> float:
     return 1 / next(iter(content.values()))["run"]["identity"]["task.symbols"]
 
 
-def _transferred(one: Mapping[str, Any], delay: int, values: list[float | None]) -> Record:
-    run, lanes = one["run"], one["lanes"]
+def _transferred(entry: Mapping[str, Any], delay: int, values: list[float | None]) -> Record:
+    run, lanes = entry["run"], entry["lanes"]
     overrides = {n: tuple(v) if isinstance(v, list) else v for n, v in run["overrides"].items()}
     return Record(
         settings={
@@ -319,9 +321,9 @@ def command(name: str, protocol: str, overrides: Mapping[str, Any]) -> str:
 
 def row_digest(identity: Mapping[str, Any]) -> str:
     """8 hexadecimal digits of what changes the mathematics of a run but for its seeds and rates."""
-    without = ("training.seed", "training.seeds", "training.learning_rates")
-    own = {name: value for name, value in identity.items() if name not in without}
-    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:8]
+    excluded_names = ("training.seed", "training.seeds", "training.learning_rates")
+    settings = {name: value for name, value in identity.items() if name not in excluded_names}
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _flag(value: Any) -> str:
@@ -348,7 +350,7 @@ def _watched(
     if entry.config.training.reports_best and summary.get("scored_on") == entry.watched:
         return [_rounded(value) for value in entry.values]
     if best := summary.get(entry.watched, {}).get(entry.metric.name):
-        return [_rounded(one["value"]) for one in best["per_run"]][lanes]
+        return [_rounded(lane["value"]) for lane in best["per_run"]][lanes]
     return [_rounded(value) for value in entry.curve[-1]]
 
 

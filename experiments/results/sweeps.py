@@ -29,36 +29,36 @@ def markdown(directory: Path) -> str:
       UserError: if a file is damaged, or a sweep's does not begin with a comment.
     """
     finished = _finished(directory)
-    missing: list[list[str]] = []
-    whole: list[list[str]] = []
+    incomplete_rows: list[list[str]] = []
+    complete_rows: list[list[str]] = []
     for path in sorted((directory / "sweeps").glob("*.toml")):
         experiment, combinations = plan.asked(path)
-        runs = [_lanes(path, experiment, one) for one in combinations]
-        done = [run for run in runs if all(lane in finished for lane in run)]
-        names = sorted({finished[lane] for run in done for lane in run})
-        (whole if len(done) == len(runs) else missing).append(
+        runs = [_lanes(path, experiment, combination) for combination in combinations]
+        finished_runs = [run for run in runs if all(lane in finished for lane in run)]
+        names = sorted({finished[lane] for run in finished_runs for lane in run})
+        (complete_rows if len(finished_runs) == len(runs) else incomplete_rows).append(
             [
                 f"[{path.name}](results/sweeps/{path.name})",
                 _question(path),
-                f"{len(done)} of {len(runs)}",
+                f"{len(finished_runs)} of {len(runs)}",
                 ", ".join(f"[{name}](results/{name})" for name in names),
             ]
         )
     head = ["sweep", "what it asks", "runs finished", "its results"]
-    return tables.of_prose(head, missing + whole)
+    return tables.of_prose(head, incomplete_rows + complete_rows)
 
 
 def _finished(directory: Path) -> dict[_Lane, str]:
     """The file of each finished run of a seed, by what its command means today."""
-    by_name = {one.name: one for one in EXPERIMENTS}
+    experiments = {experiment.name: experiment for experiment in EXPERIMENTS}
     files = {}
     for path in sorted(directory.glob("*.json")):
         results = read(path)
         for run in results.runs:
-            if run.finished and results.experiment in by_name:
+            if run.finished and results.experiment in experiments:
                 words = [word.removeprefix("--").partition("=") for word in run.command.split()[3:]]
-                own = {name: value for name, _, value in words}
-                for lane in _lanes(path, by_name[results.experiment], own):
+                flag_values = {name: value for name, _, value in words}
+                for lane in _lanes(path, experiments[results.experiment], flag_values):
                     if lane[3] in run.seeds and run.rate in (None, lane[4]):
                         files[lane] = path.name
     return files
@@ -66,12 +66,12 @@ def _finished(directory: Path) -> dict[_Lane, str]:
 
 def _lanes(path: Path, experiment: Experiment, flags: Mapping[str, Any]) -> list[_Lane]:
     """The seeds and rates of a run; of its data the published sizes are known."""
-    own = {name: value for name, value in flags.items() if name != "data_dir"}
+    flag_values = {name: value for name, value in flags.items() if name != "data_dir"}
     try:
-        config = plan.configured(experiment, own)
+        config = plan.configured(experiment, flag_values)
     except (UserError, Error) as error:
         raise UserError(f"{path}: {dict(flags)}: {error}") from None
-    digest = row_digest(config.identity())
+    digest = row_digest(config.identity_without_data())
     steps = config.training.steps
     return [(experiment.name, digest, steps, seed, rate) for seed, rate in config.training.lanes]
 

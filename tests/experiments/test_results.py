@@ -384,10 +384,13 @@ def test_a_claim_cites_other_rows_with_what_they_lack(tmp_path):
         with pytest.raises(UserError, match="has a brace without the other of its pair"):
             shown("undecided", text)
     assert shown("undecided", "{mean length=90}").endswith("-* (n = 2, unfinished at step 10)")
-    claim = claim[: claim.index("results")] + 'evidence = "docs/results/some.json"\n'
-    with pytest.raises(UserError, match="is settled by runs and must name their row in results"):
-        shown("holds", "")
-    claim = claim.replace("docs/results/some.json", "tests/test_gato.py")
+    claim = claim[: claim.index("results")] + 'evidence = "FILE"\n'
+    for file in ("docs/results/some.json", "docs/results/some.toml"):
+        claim = claim.replace("FILE", file)
+        with pytest.raises(UserError, match="is settled by runs and must name their row in res"):
+            shown("holds", "")
+        claim = claim.replace(file, "FILE")
+    claim = claim.replace("FILE", "tests/test_gato.py")
     with pytest.raises(UserError, match=r"cites \{cell=gru\}, but has no row of its own"):
         shown("holds", "{cell=gru}")
 

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
     rows = []
     for name, settings in CHALLENGES.items():
         rates = measure(settings, options["batch_size"], options["repeats"], options["devices"])
-        rows.append([name, *(_shown(rates[way]) for way in ("alone", "acting", "learning"))])
+        rows.append([name, *(_rate_text(rates[way]) for way in ("alone", "acting", "learning"))])
         say(" | ".join(rows[-1]))
     titles = ("environment", "alone", "acting", "learning")
     table = markdown(titles, rows)
@@ -76,8 +76,8 @@ def measure(
     if len(jax.devices()) != devices:
         fail("agents", f"there are {len(jax.devices())} devices, not --devices={devices}.")
     rooms = _ROOMS if "match" in settings.get("challenge", "passive_match") else {}
-    own = {**rooms, **settings, "batch_size": batch_size, "window": _WINDOW, "steps": 2**20}
-    learner = Learner(resolve(MATCH, "small", own))
+    overrides = {**rooms, **settings, "batch_size": batch_size, "window": _WINDOW, "steps": 2**20}
+    learner = Learner(resolve(MATCH, "small", overrides))
     learner.load()
     learner.prepare()
     task, mesh, state = learner.task, learner.mesh, learner.initial()
@@ -87,10 +87,10 @@ def measure(
         environment, rows = task.environment, mesh.rows(batch_size)
 
         def step(states: Any, key: Any) -> tuple[Any, Any]:
-            drawn = jax.random.split(jax.random.fold_in(key, rows.first), rows.count)
+            keys = jax.random.split(jax.random.fold_in(key, rows.first), rows.count)
             action = jax.random.randint(key, (rows.count,), 0, environment.actions, jnp.int32)
-            turn = jax.vmap(environment.step)(drawn, states, action)
-            _, states = restarted(environment, drawn, turn.done, turn.observation, turn.state)
+            turn = jax.vmap(environment.step)(keys, states, action)
+            _, states = restarted(environment, keys, turn.done, turn.observation, turn.state)
             return states, turn.observation.sum(dtype=jnp.int32)
 
         return jax.lax.scan(step, stream.environment, jax.random.split(key, _WINDOW))[1]
@@ -101,9 +101,9 @@ def measure(
         return task.draw(act, (), stream, key, jnp.int32(0), rows)[0].rewards
 
     key = jax.random.key(0)
-    by_rows = split(task.stream_axes)
-    run_alone = jax.jit(mesh.everywhere(alone, (by_rows, WHOLE), WHOLE))
-    run_acting = jax.jit(mesh.everywhere(acting, (WHOLE, by_rows, WHOLE), split(1)))
+    row_specs = split(task.stream_axes)
+    run_alone = jax.jit(mesh.everywhere(alone, (row_specs, WHOLE), WHOLE))
+    run_acting = jax.jit(mesh.everywhere(acting, (WHOLE, row_specs, WHOLE), split(1)))
     ways: dict[str, Callable[[], Any]] = {
         "alone": lambda: run_alone(state.stream, key),
         "acting": lambda: run_acting(state.params, state.stream, key),
@@ -126,13 +126,13 @@ def _timed(way: Callable[[], Any], repeats: int, batch_size: int) -> list[float]
     jax.block_until_ready(way())
     rates = []
     for _ in range(repeats):
-        began = time.process_time()
+        start = time.process_time()
         jax.block_until_ready(way())
-        rates.append(_WINDOW * batch_size / (time.process_time() - began))
+        rates.append(_WINDOW * batch_size / (time.process_time() - start))
     return rates
 
 
-def _shown(rates: list[float]) -> str:
+def _rate_text(rates: list[float]) -> str:
     return f"{np.median(rates):,.0f} ({min(rates):,.0f}-{max(rates):,.0f})"
 
 

@@ -45,9 +45,9 @@ def parse(
             print(f"  --{flag} (default: {values[flag].default_as_str})\n      {values[flag].help}")
         sys.exit(0)
     try:
-        rest = values(list(argv))[1:]
-        if rest:
-            raise flags.Error(f"There is no argument {rest[0]!r}.")
+        extra_arguments = values(list(argv))[1:]
+        if extra_arguments:
+            raise flags.Error(f"There is no argument {extra_arguments[0]!r}.")
     except flags.Error as error:
         fail(name, str(error))
     return {flag: values[flag].value for flag in values}

@@ -41,14 +41,14 @@ def sizes(count: int, draw: int) -> list[Size]:
     """
     rng = np.random.default_rng(draw)
     low, high = np.log([RANGES[name] for name in Size._fields]).T
-    drawn: list[Size] = []
-    while len(drawn) < count:
+    sample: list[Size] = []
+    while len(sample) < count:
         numbers = np.exp(rng.uniform(low, high)).round().astype(int)
         numbers[-1] += numbers[-1] % 2
         size = Size(*map(int, numbers))
         if floor.count(Contender("lstm"), size)["operations"] <= MOST_OPERATIONS:
-            drawn.append(size)
-    return drawn
+            sample.append(size)
+    return sample
 
 
 def rows(cells: str, count: int, draw: int, devices: int) -> list[tuple[Contender, Size, int]]:
@@ -69,15 +69,15 @@ def opponents(contender: Contender, peers: Sequence[str]) -> list[str]:
 
 
 def measure(
-    contender: str, others: Sequence[str], size: Size, held: dict[str, Held], repeats: int
+    contender: str, rivals: Sequence[str], size: Size, processes: dict[str, Held], repeats: int
 ) -> tuple[dict[str, Any], list[str]]:
     """A row, measured again where it must be.
 
     Args:
       contender: ours, as ``Contender.parse`` reads it.
-      others: ``peer.cell``, with names in ``PEERS``.
+      rivals: ``peer.cell``, with names in ``PEERS``.
       size: B, T, D, F.
-      held: by peer its process, and that of ``ours``.
+      processes: by peer its process, and that of ``ours``.
       repeats: rounds.
 
     Returns:
@@ -86,7 +86,10 @@ def measure(
     Raises:
       ProcessError: if a side fails, or if its values or gradients are not those of the plain scan.
     """
-    sides = {"ours": held["ours"], **{other: held[pair.peer_of(other)] for other in others}}
+    sides = {
+        "ours": processes["ours"],
+        **{rival: processes[pair.peer_of(rival)] for rival in rivals},
+    }
     for name, side in sides.items():
         side.send("build", name=contender if name == "ours" else name)
     facts = {name: side.answer() for name, side in sides.items()}
@@ -104,14 +107,16 @@ def measure(
         "compile_seconds": facts["ours"]["compile_seconds"],
         **{kind: timed(kind, list(sides), repeats) for kind in pair.KINDS},
     }
-    again = []
+    notes = []
     for kind in pair.KINDS:
-        best, first = row[kind]["best"], speed_report.ratio(row[kind])
+        best, first_ratio = row[kind]["best"], speed_report.ratio(row[kind])
         if row[kind]["ratio"]["median"] < LEAST:
-            alone = timed(kind, ["ours", best], AGAIN * repeats)
-            row[kind] = alone | {"seconds": row[kind]["seconds"] | alone["seconds"]}
-            again.append(f"{kind} beside {best}: first {first}, then {speed_report.ratio(alone)}")
-    return row, again
+            retry = timed(kind, ["ours", best], AGAIN * repeats)
+            row[kind] = retry | {"seconds": row[kind]["seconds"] | retry["seconds"]}
+            notes.append(
+                f"{kind} beside {best}: first {first_ratio}, then {speed_report.ratio(retry)}"
+            )
+    return row, notes
 
 
 def in_turn(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -119,10 +124,10 @@ def in_turn(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, l
 
     The first round is not counted; a peer that is hopeless in it has that time alone.
     """
-    first = {name: run() for name, run in runs.items()}
-    least = min(time for name, time in first.items() if name != "ours")
-    names = [name for name in runs if name == "ours" or first[name] <= HOPELESS * least]
-    times = {name: [] if name in names else [first[name]] for name in runs}
+    first_times = {name: run() for name, run in runs.items()}
+    best_time = min(time for name, time in first_times.items() if name != "ours")
+    names = [name for name in runs if name == "ours" or first_times[name] <= HOPELESS * best_time]
+    times = {name: [] if name in names else [first_times[name]] for name in runs}
     for number in range(rounds):
         start = number % len(names)
         for name in names[start:] + names[:start]:
@@ -132,7 +137,7 @@ def in_turn(runs: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, l
 
 def beside_best(times: dict[str, list[float]]) -> dict[str, Any]:
     """Ours beside the peer of the smallest median: ``{"best", "ratio", "seconds"}``."""
-    seconds = {name: float(np.median(each)) for name, each in times.items()}
+    seconds = {name: float(np.median(run_times)) for name, run_times in times.items()}
     best = min((name for name in times if name != "ours"), key=seconds.__getitem__)
     ratios = np.array(times[best]) / np.array(times["ours"])
     return {"best": best, "ratio": pair.summary(ratios), "seconds": seconds}
@@ -141,61 +146,65 @@ def beside_best(times: dict[str, list[float]]) -> dict[str, Any]:
 def run(options: dict[str, Any], machine: dict[str, Any]) -> int:
     """Measures what the flags ask for and prints it; returns the exit status: 1 if a row failed."""
     names = (options["peers"] or ",".join(PEERS)).split(",")
-    unknown = [name for name in names if name not in PEERS]
-    if unknown:
-        fail("speed", f"--random has the peers {', '.join(PEERS)}, got {', '.join(unknown)}.")
+    unknown_names = [name for name in names if name not in PEERS]
+    if unknown_names:
+        fail("speed", f"--random has the peers {', '.join(PEERS)}, got {', '.join(unknown_names)}.")
     missing = {name: machine["missing"][name] for name in names if name in machine["missing"]}
     peers = [name for name in names if name not in missing]
     if not peers:
         fail("speed", f"None of {', '.join(names)} can be run here: {'; '.join(missing.values())}.")
-    left_out = [f"{name}: {reason}" for name, reason in missing.items()]
+    omissions = [f"{name}: {reason}" for name, reason in missing.items()]
     report: dict[str, Any] = {"machine": machine, "settings": options, "rows": []}
-    report |= {"again": [], "left_out": left_out, "failed": []}
+    report |= {"again": [], "left_out": omissions, "failed": []}
     if options["floor"]:
         settings = {"dtype": options["dtype"], "tf32": options["tf32"]}
         report["rates"] = process.call("benchmarks.floor.rates", settings, options["devices"])
     try:
-        asked = rows(
+        planned_rows = rows(
             options["cells"] or CELLS, options["random"], options["draw"], options["devices"]
         )
     except ValueError as error:
         fail("speed", str(error))
-    earlier = _earlier_rows(report) if options["resume"] else []
-    if lanes := {str(contender) for contender, *_ in asked if contender.lanes > 1}:
+    earlier_rows = _earlier_rows(report) if options["resume"] else []
+    if lanes := {str(contender) for contender, *_ in planned_rows if contender.lanes > 1}:
         fail("speed", f"--random runs one lane, as the peers do, got {', '.join(sorted(lanes))}.")
-    report["rows"] += earlier
-    done = {(row["contender"], Size(**row["size"])) for row in earlier}
-    asked = [row for row in asked if (str(row[0]), row[1]) not in done]
+    report["rows"] += earlier_rows
+    finished_rows = {(row["contender"], Size(**row["size"])) for row in earlier_rows}
+    planned_rows = [row for row in planned_rows if (str(row[0]), row[1]) not in finished_rows]
     number = 0
-    for (size, devices), group in itertools.groupby(asked, key=lambda row: row[1:]):
+    for (size, devices), group in itertools.groupby(planned_rows, key=lambda row: row[1:]):
         settings = {"dtype": options["dtype"], "tf32": options["tf32"]}
         with contextlib.ExitStack() as stack:
-            held: dict[str, Held] = {}
+            processes: dict[str, Held] = {}
             for contender, *_ in group:
                 number += 1
-                where = f"{contender} at {tuple(size)} on {devices} XLA devices"
-                say(f"{number}/{len(asked)} {where}")
+                label = f"{contender} at {tuple(size)} on {devices} XLA devices"
+                say(f"{number}/{len(planned_rows)} {label}")
                 for name in ("ours", *peers):
-                    if name not in held:
+                    if name not in processes:
                         count = devices if name == "ours" else 1
-                        held[name] = stack.enter_context(pair.hold(size, count, **settings))
+                        processes[name] = stack.enter_context(pair.hold(size, count, **settings))
                 try:
-                    row, again = measure(
-                        str(contender), opponents(contender, peers), size, held, options["repeats"]
+                    row, notes = measure(
+                        str(contender),
+                        opponents(contender, peers),
+                        size,
+                        processes,
+                        options["repeats"],
                     )
                 except process.ProcessError as error:
-                    report["failed"].append(f"{where}: {error}")
+                    report["failed"].append(f"{label}: {error}")
                     say(f"failed: {error}")
                     stack.close()  # a process has ended, and others have answers that nobody read
-                    held = {}
+                    processes = {}
                     continue
                 report["rows"].append({"devices": devices, **row})
-                report["again"] += [f"{where}, {line}" for line in again]
-                said = [
+                report["again"] += [f"{label}, {line}" for line in notes]
+                summaries = [
                     f"{kind} {speed_report.ratio(row[kind])} beside {row[kind]['best']}"
                     for kind in pair.KINDS
                 ]
-                say(f"  {', '.join(said)}")
+                say(f"  {', '.join(summaries)}")
                 save(options["out"], "random", report, table(report))
     directory = save(options["out"], "random", report, table(report))
     if report["rows"]:
@@ -208,17 +217,19 @@ def _earlier_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows that the same command, which was stopped, has left; it may have had fewer sizes."""
     path = Path(report["settings"]["out"]) / "random.json"
     try:
-        before = json.loads(path.read_text())
+        previous = json.loads(path.read_text())
     except FileNotFoundError:
         fail("speed", f"--resume: there is no {path}.")
     except ValueError:
         fail("speed", f"--resume: {path} is damaged; give another --out.")
-    for what in ("machine", "settings"):
-        ours, theirs = ({**one[what], "random": 0, "resume": False} for one in (report, before))
-        if different := [name for name in ours if ours[name] != theirs.get(name)]:
-            fail("speed", f"--resume: in {path} the {what}'s {different[0]} differs.")
-    report["again"] += before["again"]
-    return list(before["rows"])
+    for section in ("machine", "settings"):
+        ours, theirs = (
+            {**document[section], "random": 0, "resume": False} for document in (report, previous)
+        )
+        if differences := [name for name in ours if ours[name] != theirs.get(name)]:
+            fail("speed", f"--resume: in {path} the {section}'s {differences[0]} differs.")
+    report["again"] += previous["again"]
+    return list(previous["rows"])
 
 
 def table(report: dict[str, Any]) -> str:
@@ -237,8 +248,8 @@ def table(report: dict[str, Any]) -> str:
     ]
     if "rates" in report:
         lines += ["", markdown(*_floors(report))]
-    for what, lead in (("again", "Again"), ("left_out", "Left out"), ("failed", "FAILED")):
-        lines += ["", *(f"{lead}: {line}" for line in report[what])] if report.get(what) else []
+    for key, heading in (("again", "Again"), ("left_out", "Left out"), ("failed", "FAILED")):
+        lines += ["", *(f"{heading}: {line}" for line in report[key])] if report.get(key) else []
     return "\n".join(lines)
 
 
@@ -250,9 +261,9 @@ def _rows(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     for row in rows:
         line = [_place(row), str(row["devices"]), f"`{row['contender']}`"]
         for kind in pair.KINDS:
-            timed = row[kind]
-            line += [milliseconds(timed["seconds"]["ours"]), f"`{timed['best']}`"]
-            line += [milliseconds(timed["seconds"][timed["best"]]), speed_report.ratio(timed)]
+            times = row[kind]
+            line += [milliseconds(times["seconds"]["ours"]), f"`{times['best']}`"]
+            line += [milliseconds(times["seconds"][times["best"]]), speed_report.ratio(times)]
         cells.append(line)
     return titles, cells
 
@@ -261,13 +272,13 @@ def _summary(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]
     titles = ["ours", "", "rows", "median", "worst", "where (B, T, D, F)", "devices", "beside"]
     lines = []
     for contender in dict.fromkeys(row["contender"] for row in rows):
-        own = [row for row in rows if row["contender"] == contender]
+        cell_rows = [row for row in rows if row["contender"] == contender]
         for kind in pair.KINDS:
-            ratios = [row[kind]["ratio"]["median"] for row in own]
-            worst = own[int(np.argmin(ratios))]
-            what = [f"`{contender}`", kind, str(len(own)), f"{np.median(ratios):.2f}"]
-            where = [_place(worst), str(worst["devices"]), f"`{worst[kind]['best']}`"]
-            lines.append([*what, f"{min(ratios):.2f}", *where])
+            ratios = [row[kind]["ratio"]["median"] for row in cell_rows]
+            worst = cell_rows[int(np.argmin(ratios))]
+            cells = [f"`{contender}`", kind, str(len(cell_rows)), f"{np.median(ratios):.2f}"]
+            worst_cells = [_place(worst), str(worst["devices"]), f"`{worst[kind]['best']}`"]
+            lines.append([*cells, f"{min(ratios):.2f}", *worst_cells])
     return titles, lines
 
 
@@ -279,12 +290,17 @@ def _floors(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         if row["size"]["batch"] * row["size"]["features"] < DOMINATED:
             continue
         seconds = row["train"]["seconds"]
-        least, _ = speed_report.floor_seconds(row, report["rates"])
+        floor_time, _ = speed_report.floor_seconds(row, report["rates"])
         torch = [time for name, time in seconds.items() if name == f"torch.{row['contender']}"]
         lines.append(
             [
-                *(_place(row), str(row["devices"]), f"`{row['contender']}`", milliseconds(least)),
-                *(f"{time / least:.2f}" for time in (seconds["ours"], *torch)),
+                *(
+                    _place(row),
+                    str(row["devices"]),
+                    f"`{row['contender']}`",
+                    milliseconds(floor_time),
+                ),
+                *(f"{time / floor_time:.2f}" for time in (seconds["ours"], *torch)),
                 *([] if torch else ["-"]),
             ]
         )

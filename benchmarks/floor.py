@@ -60,16 +60,18 @@ def _width(params: Any, role: str) -> int:
 def _dense(params: Any, size: Size, state: int, detach: float) -> tuple[float, float]:
     """Of a step and example: operations, and numbers moved."""
     # An LRU's outputs are products of their own, which no step waits for either.
-    outside = [params.get(role, ()) for role in ("kernel", "out_kernel", "skip")]
-    from_input = 2 * sum(leaf.size for leaf in jax.tree.leaves(outside))
+    outer_params = [params.get(role, ()) for role in ("kernel", "out_kernel", "skip")]
+    from_input = 2 * sum(leaf.size for leaf in jax.tree.leaves(outer_params))
     recurrent = 2 * size.features * _width(params, "recurrent_kernel")
     # Each product has three forms: forward, the cotangent of its input, that of its weights. A
     # detached step has no cotangent of its state.
     operations = 3 * from_input + (3 - detach) * recurrent
-    kept = _width(params, "kernel") + state  # pre-activations and carries
+    activations = _width(params, "kernel") + state  # pre-activations and carries
     numbers = (
-        (size.inputs + kept)  # forward: x is read, what is kept is written (the outputs are in it)
-        + (kept + size.features)  # backward loop: it is read with the cotangent of the outputs
+        # Forward: x is read, what is kept is written (the outputs are in it).
+        (size.inputs + activations)
+        # Backward loop: it is read with the cotangent of the outputs.
+        + (activations + size.features)
         + 2 * _width(params, "kernel")  # cotangents of pre-activations, there and back
         + (size.features + 2 * size.inputs)  # weights' gradients read h and x; x's is written
     )
@@ -111,17 +113,17 @@ def rates(dtype: str = "float32", tf32: bool = False, scale: int | None = None) 
     jax.config.update("jax_default_matmul_precision", None if tf32 else "highest")
     side = scale or (2048 if jax.default_backend() == "cpu" else 8192)
     mesh = Mesh(np.array(jax.devices()), ("rows",))
-    split, whole = NamedSharding(mesh, P("rows")), NamedSharding(mesh, P())
+    row_sharding, full_sharding = NamedSharding(mesh, P("rows")), NamedSharding(mesh, P())
     rows = side // mesh.size * mesh.size
-    a = jax.device_put(jnp.ones((rows, side), DTYPES[dtype]), split)
-    b = jax.device_put(jnp.ones((side, side), DTYPES[dtype]), whole)
+    a = jax.device_put(jnp.ones((rows, side), DTYPES[dtype]), row_sharding)
+    b = jax.device_put(jnp.ones((side, side), DTYPES[dtype]), full_sharding)
     product = _best(lambda: jax.block_until_ready(_product(a, b)))
-    copied = jax.device_put(jnp.ones((16 * rows, side), jnp.float32), split)
-    size = copied.nbytes
+    buffer = jax.device_put(jnp.ones((16 * rows, side), jnp.float32), row_sharding)
+    size = buffer.nbytes
 
     def copy() -> None:
-        nonlocal copied
-        copied = jax.block_until_ready(_copy(copied))
+        nonlocal buffer
+        buffer = jax.block_until_ready(_copy(buffer))
 
     return {
         "operations_per_second": 2.0 * rows * side * side / product,

@@ -67,12 +67,12 @@ def measure(sizes: dict[str, int], steps: int, repeats: int) -> dict[str, Any]:
 
 def write_text(directory: Path, words: int, batch: int, window: int) -> None:
     """Three parts of lines of drawn words, Zipf's law; all words are in the training part."""
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     share = 1 / np.arange(1, words)
     count = batch * (window * _WINDOWS + 1)
-    drawn = draw.choice(words - 1, count, p=share / share.sum())
-    drawn[: words - 1] = draw.permutation(words - 1)
-    for name, numbers in (("train", drawn), ("valid", drawn[:1000]), ("test", drawn[:1000])):
+    tokens = rng.choice(words - 1, count, p=share / share.sum())
+    tokens[: words - 1] = rng.permutation(words - 1)
+    for name, numbers in (("train", tokens), ("valid", tokens[:1000]), ("test", tokens[:1000])):
         # The end of the only line is the last of the words.
         (directory / f"{name}.txt").write_text(" ".join(f"w{n}" for n in numbers) + "\n")
 

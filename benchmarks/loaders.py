@@ -61,8 +61,8 @@ def measure(experiment: str, settings: dict[str, Any], steps: int, repeats: int)
     from experiments.settings.resolver import resolve
     from experiments.training.learner import Learner
 
-    chosen = next(one for one in CATALOG if one.name == experiment)
-    config = resolve(chosen, "small", settings)
+    definition = next(entry for entry in CATALOG if entry.name == experiment)
+    config = resolve(definition, "small", settings)
     learner = Learner(config)
     learner.prepare()
     state, data, key = learner.initial(), learner.data, jax.random.key(0)
@@ -80,12 +80,12 @@ def measure(experiment: str, settings: dict[str, Any], steps: int, repeats: int)
 
         return jax.lax.fori_loop(0, steps, body, (stream, jnp.float32(0)))
 
-    done = 0
+    step_count = 0
 
     def train() -> None:
-        nonlocal state, done
-        state = learner.advance(state, done, done + steps)
-        done += steps
+        nonlocal state, step_count
+        state = learner.advance(state, step_count, step_count + steps)
+        step_count += steps
 
     times = interleave(lambda: jax.block_until_ready(draw(data, start)), train, repeats)
     units = batch * task.units_per_row * steps
@@ -111,7 +111,9 @@ def measure_pictures(experiment: str, steps: int, repeats: int) -> dict[str, Any
     size, batch = PICTURES[experiment]
     rng = np.random.default_rng(0)
 
-    def drawn(files: Any, encode: Any, params: Any, numbers: Sequence[int]) -> tuple[Any, Any]:
+    def random_features(
+        files: Any, encode: Any, params: Any, numbers: Sequence[int]
+    ) -> tuple[Any, Any]:
         regions = rng.random((len(numbers), pictures.regions_of(size), resnet.FEATURES))
         return regions.mean(axis=1), regions
 
@@ -130,22 +132,22 @@ def measure_pictures(experiment: str, steps: int, repeats: int) -> dict[str, Any
         with (
             mock.patch.dict(os.environ, {"XDG_CACHE_HOME": folder}),
             mock.patch.object(resnet, "read_weights"),
-            mock.patch.object(pictures.PictureFiles, "_make", drawn),
+            mock.patch.object(pictures.PictureFiles, "_make", random_features),
         ):
             learner = Learner(resolve(CAPTIONING, "hdetach", settings))
             learner.prepare()
             files: Any = learner.task.data()
         files.batched(batch)
-        state, done = learner.initial(), 0
+        state, step_count = learner.initial(), 0
 
         def load() -> None:
             for step in range(steps):
                 files.read(1, step, np.arange(batch))
 
         def train() -> None:
-            nonlocal state, done
-            state = jax.block_until_ready(learner.advance(state, done, done + steps))
-            done += steps
+            nonlocal state, step_count
+            state = jax.block_until_ready(learner.advance(state, step_count, step_count + steps))
+            step_count += steps
 
         times = interleave(load, train, repeats)
         learner.close()
@@ -167,11 +169,13 @@ def make_flickr8k(folder: Path, rng: Any) -> None:
         image.save(folder / "Flicker8k_Dataset" / name, quality=90)
     words = [f"word{number}" for number in range(1000)]
     lines = [
-        f"{name}#{at}\t{' '.join(rng.choice(words, size=16))}" for name in names for at in range(5)
+        f"{name}#{index}\t{' '.join(rng.choice(words, size=16))}"
+        for name in names
+        for index in range(5)
     ]
     (folder / "Flickr8k.token.txt").write_text("\n".join(lines))
-    for part, of in (("train", names[:-2]), ("dev", names[-2:-1]), ("test", names[-1:])):
-        (folder / f"Flickr_8k.{part}Images.txt").write_text("\n".join(of))
+    for part, part_names in (("train", names[:-2]), ("dev", names[-2:-1]), ("test", names[-1:])):
+        (folder / f"Flickr_8k.{part}Images.txt").write_text("\n".join(part_names))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -40,13 +40,13 @@ def _rmc(cell: rg.RMC, params: Any) -> Step:
     slots, heads, width = cell.memory_slots, cell.heads, cell.slot_size
     size = width // heads
     weight, bias = _packed(params["gates"], ("i", "f"))
-    first = params["input"]
+    input_map = params["input"]
 
-    def linear(own: Any, x: Any) -> Any:
-        return fn.linear(x, own["kernel"].T, own["bias"])
+    def linear(weights: Any, x: Any) -> Any:
+        return fn.linear(x, weights["kernel"].T, weights["bias"])
 
-    def norm(own: Any, x: Any) -> Any:
-        return fn.layer_norm(x, x.shape[-1:], own["scale"], own["bias"], 1e-5)
+    def norm(weights: Any, x: Any) -> Any:
+        return fn.layer_norm(x, x.shape[-1:], weights["scale"], weights["bias"], 1e-5)
 
     def attend(block: Any, rows: Any) -> Any:
         qkv = norm(block["qkv_norm"], linear(block["qkv"], rows))
@@ -57,7 +57,7 @@ def _rmc(cell: rg.RMC, params: Any) -> Step:
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
         (memory,) = carry
-        row = fn.linear(x, first["kernel"]["x"].T, first["bias"]["x"])[:, None]
+        row = fn.linear(x, input_map["kernel"]["x"].T, input_map["bias"]["x"])[:, None]
         rows = torch.cat([memory, row], dim=1)
         for index in range(cell.blocks):
             block = params[f"block_{index}"]
@@ -66,8 +66,8 @@ def _rmc(cell: rg.RMC, params: Any) -> Step:
             for layer in range(cell.mlp_layers):
                 out = linear(params["mlp"][f"layer_{layer}"], torch.relu(out) if layer else out)
             rows = norm(block["mlp_norm"], rows + out)
-        seen = torch.cat([row.expand(-1, slots, -1), torch.tanh(memory)], dim=-1)
-        i, f = torch.sigmoid(fn.linear(seen, weight, bias)).split(width, dim=-1)
+        gate_inputs = torch.cat([row.expand(-1, slots, -1), torch.tanh(memory)], dim=-1)
+        i, f = torch.sigmoid(fn.linear(gate_inputs, weight, bias)).split(width, dim=-1)
         memory = i * torch.tanh(rows[:, :slots]) + f * memory
         return (memory,), memory.flatten(1)
 
@@ -87,8 +87,8 @@ def _dnc(cell: rg.DNC, params: Any) -> Step:
     interface, clip = params["interface"], cell.clip
     assert clip is not None
 
-    def activated(said: Any) -> dict[str, Any]:
-        parts = zip(shapes.items(), said.split(sizes, dim=-1), strict=True)
+    def activated(signals: Any) -> dict[str, Any]:
+        parts = zip(shapes.items(), signals.split(sizes, dim=-1), strict=True)
         out = {name: part.reshape(-1, *shape) for (name, shape), part in parts}
         for name in ("erase_vectors", "free_gates", "allocation_gates", "write_gates"):
             out[name] = torch.sigmoid(out[name])
@@ -103,8 +103,8 @@ def _dnc(cell: rg.DNC, params: Any) -> Step:
         c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(u)
         h = torch.sigmoid(o) * torch.tanh(c)
         c, h = c.clamp(-clip, clip), h.clamp(-clip, clip)
-        said = activated(fn.linear(h, interface["kernel"].T, interface["bias"]))
-        reads, *access = _access(said, access)
+        signals = activated(fn.linear(h, interface["kernel"].T, interface["bias"]))
+        reads, *access = _access(signals, access)
         return (c, h, reads, *access), torch.cat([h, reads.flatten(1)], dim=-1)
 
     return step
@@ -117,8 +117,8 @@ def _cosine(memory: Any, keys: Any, strengths: Any) -> Any:
         return torch.sqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6)
 
     lengths = norm(keys) @ norm(memory).transpose(1, 2)
-    similar = keys @ memory.transpose(1, 2) / (lengths + 1e-6)
-    return torch.softmax(similar * strengths[..., None], dim=-1)
+    similarity = keys @ memory.transpose(1, 2) / (lengths + 1e-6)
+    return torch.softmax(similarity * strengths[..., None], dim=-1)
 
 
 def _allocation(usage: Any) -> Any:
@@ -126,33 +126,39 @@ def _allocation(usage: Any) -> Any:
 
     usage = 1e-6 + (1 - 1e-6) * usage
     ordered, order = torch.sort(usage, dim=-1, stable=True)
-    before = torch.cumprod(ordered, dim=-1)
-    before = torch.cat([torch.ones_like(before[:, :1]), before[:, :-1]], dim=-1)
-    return torch.gather((1 - ordered) * before, 1, torch.argsort(order, dim=-1))
+    prefix_products = torch.cumprod(ordered, dim=-1)
+    prefix_products = torch.cat(
+        [torch.ones_like(prefix_products[:, :1]), prefix_products[:, :-1]], dim=-1
+    )
+    return torch.gather((1 - ordered) * prefix_products, 1, torch.argsort(order, dim=-1))
 
 
-def _access(said: Mapping[str, Any], carry: Any) -> tuple[Any, ...]:
+def _access(signals: Mapping[str, Any], carry: Any) -> tuple[Any, ...]:
     """(reads, memory, read weights, write weights, link, precedence, usage); one write head."""
     import torch
 
     memory, read_w, write_w, link, precedence, usage = carry
-    written = 1 - torch.prod(1 - write_w.detach(), dim=1)
-    usage = usage + (1 - usage) * written
-    usage = usage * torch.prod(1 - said["free_gates"][..., None] * read_w, dim=1)
-    free = _allocation(usage)[:, None]
-    named = _cosine(memory, said["write_keys"], said["write_strengths"])
-    gate = said["allocation_gates"][..., None]
-    write_w = said["write_gates"][..., None] * (gate * free + (1 - gate) * named)
-    kept = torch.prod(1 - write_w[..., None] * said["erase_vectors"][:, :, None], dim=1)
-    memory = memory * kept + write_w.transpose(1, 2) @ said["write_vectors"]
+    write_mass = 1 - torch.prod(1 - write_w.detach(), dim=1)
+    usage = usage + (1 - usage) * write_mass
+    usage = usage * torch.prod(1 - signals["free_gates"][..., None] * read_w, dim=1)
+    allocation = _allocation(usage)[:, None]
+    content_weights = _cosine(memory, signals["write_keys"], signals["write_strengths"])
+    gate = signals["allocation_gates"][..., None]
+    write_w = signals["write_gates"][..., None] * (gate * allocation + (1 - gate) * content_weights)
+    retention = torch.prod(1 - write_w[..., None] * signals["erase_vectors"][:, :, None], dim=1)
+    memory = memory * retention + write_w.transpose(1, 2) @ signals["write_vectors"]
     w_i, w_j = write_w[..., :, None], write_w[..., None, :]
     link = (1 - w_i - w_j) * link + w_i * precedence[:, :, None]
     link = link * (1 - torch.eye(link.shape[-1]))
     precedence = (1 - write_w.sum(dim=-1, keepdim=True)) * precedence + write_w
-    named = _cosine(memory, said["read_keys"], said["read_strengths"])
-    back, on = read_w @ link[:, 0], read_w @ link[:, 0].transpose(1, 2)
-    modes = said["read_modes"]
-    read_w = modes[..., :1] * back + modes[..., 1:2] * on + modes[..., 2:] * named
+    content_weights = _cosine(memory, signals["read_keys"], signals["read_strengths"])
+    backward_weights, forward_weights = read_w @ link[:, 0], read_w @ link[:, 0].transpose(1, 2)
+    modes = signals["read_modes"]
+    read_w = (
+        modes[..., :1] * backward_weights
+        + modes[..., 1:2] * forward_weights
+        + modes[..., 2:] * content_weights
+    )
     return read_w @ memory, memory, read_w, write_w, link, precedence, usage
 
 
@@ -195,11 +201,11 @@ def torch_side(contender: Contender, size: Size, dtype: str) -> Side:
         return value.detach().float().numpy()
 
     def gradients(results: Any) -> Gradients:
-        full = [
+        complete_gradients = [
             np.zeros(leaf.shape, np.float32) if grad is None else array(grad)
             for leaf, grad in itertools.zip_longest(leaves, results)
         ]
-        d_params, d_xs, d_carry = jax.tree.unflatten(structure, full)
+        d_params, d_xs, d_carry = jax.tree.unflatten(structure, complete_gradients)
         return Gradients(d_params, d_xs, type(arrays.carry)(*d_carry))
 
     facts = {"kind": f"{contender.cell} in torch", "threads": torch.get_num_threads()}

@@ -105,24 +105,24 @@ def compiled_side(
         step, forward = jax.vmap(step), jax.vmap(forward)
     if devices > 1:
         mesh = Mesh(np.array(jax.devices()[:devices]), (_AXIS,))
-        lead = (None,) * (lanes > 1)
-        rows, state = P(*lead, None, _AXIS), P(*lead, _AXIS)
+        lane_axes = (None,) * (lanes > 1)
+        rows, state = P(*lane_axes, None, _AXIS), P(*lane_axes, _AXIS)
         specs = Arrays(params=P(), xs=rows, carry=state, cotangent=rows, noise=P())
-        whole = step
+        local_step = step
 
         def summed(arrays: Arrays) -> tuple[jax.Array, Gradients]:
-            ys, gradients = whole(arrays)
+            ys, gradients = local_step(arrays)
             return ys, gradients._replace(params=jax.lax.psum(gradients.params, _AXIS))
 
         # Gradients are added up by hand, once, outside the time loop.
         shard = functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs,), check_vma=False)
         step = shard(summed, out_specs=(rows, Gradients(P(), rows, state)))
         forward = shard(forward, out_specs=rows)
-        placed = [
+        placed_arrays = [
             jax.device_put(tree, NamedSharding(mesh, spec))
             for tree, spec in zip(arrays, specs, strict=True)
         ]
-        arrays = Arrays(*placed)
+        arrays = Arrays(*placed_arrays)
 
     forward_jit = jax.jit(forward)  # compiled when it is first run, if it is
     start = time.perf_counter()
@@ -147,13 +147,13 @@ def compiled_side(
 
 def devices_of(contender: Contender, size: Size) -> int:
     """How many devices share a batch: the most that divide it, on a CPU where that pays."""
-    least = 1
+    least_rows = 1
     if jax.default_backend() == "cpu":
         if floor.count(contender, size)["operations"] < LEAST_OPERATIONS:
             return 1
-        least = max(LEAST_ROWS, -(-LEAST_ROWS_OF_STEPS // size.steps))
+        least_rows = max(LEAST_ROWS, -(-LEAST_ROWS_OF_STEPS // size.steps))
     counts = range(2, jax.device_count() + 1)
-    return max([1, *(n for n in counts if size.batch % n == 0 and size.batch >= n * least)])
+    return max([1, *(n for n in counts if size.batch % n == 0 and size.batch >= n * least_rows)])
 
 
 def side(contender: Contender, size: Size, dtype: str) -> Side:

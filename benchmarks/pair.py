@@ -95,9 +95,9 @@ class Sides:
         time.sleep(_PAUSE)
         if time.perf_counter() - self._last_call > _IDLE:
             run()
-        taken = turn(run)
+        duration = turn(run)
         self._last_call = time.perf_counter()
-        return taken
+        return duration
 
 
 def named(name: str) -> Contender:
@@ -119,9 +119,9 @@ def hold(size: Size, devices: int, **settings: Any) -> process.Held:
 
 def build(sides: Mapping[str, process.Held]) -> dict[str, dict[str, Any]]:
     """Builds a side in each process, all at once; returns what is known of each."""
-    for name, held in sides.items():
-        held.send("build", name=name)
-    return {name: held.answer() for name, held in sides.items()}
+    for name, side in sides.items():
+        side.send("build", name=name)
+    return {name: side.answer() for name, side in sides.items()}
 
 
 def measure(
@@ -149,7 +149,7 @@ def measure(
       ProcessError: if a side fails, or if its values or gradients are not those of the plain scan.
     """
     settings = {"dtype": dtype, "tf32": tf32}
-    mine, theirs = named(contender), named(other)
+    our_form, their_form = named(contender), named(other)
     with (
         hold(size, devices, **settings) as our_side,
         hold(size, 1 if peer_of(other) else devices, **settings) as other_side,
@@ -167,14 +167,14 @@ def measure(
     return {
         "contender": contender,
         "other": other,
-        "same_equations": (mine.cell, mine.detach, mine.form)
-        == (theirs.cell, theirs.detach, theirs.form),
+        "same_equations": (our_form.cell, our_form.detach, our_form.form)
+        == (their_form.cell, their_form.detach, their_form.form),
         "size": size._asdict(),
         "dtype": dtype,
         "tf32": tf32,
         "ours": facts[contender],
         "theirs": facts[other],
-        "work": floor.count(mine, size, jax.numpy.dtype(dtype).itemsize),
+        "work": floor.count(our_form, size, jax.numpy.dtype(dtype).itemsize),
         **times,
     }
 
@@ -184,11 +184,11 @@ def check(
 ) -> float:
     """The largest relative error of a side's outputs and gradients against the plain scan."""
     ys, expected = ours.expected(contender, size, dtype)
-    forward = check_equal(f"{name} forward", side.outputs(side.forward()), ys, tolerance)
+    forward_error = check_equal(f"{name} forward", side.outputs(side.forward()), ys, tolerance)
     outputs, results = side.train()
-    trained = check_equal(f"{name} train", side.outputs(outputs), ys, tolerance)
-    gradients = check_equal(f"{name} gradient", side.gradients(results), expected, tolerance)
-    return max(forward, trained, gradients)
+    train_error = check_equal(f"{name} train", side.outputs(outputs), ys, tolerance)
+    gradient_error = check_equal(f"{name} gradient", side.gradients(results), expected, tolerance)
+    return max(forward_error, train_error, gradient_error)
 
 
 def seconds(run: Callable[[], Any]) -> float:

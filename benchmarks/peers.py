@@ -155,19 +155,19 @@ def flax_side(contender: Contender, size: Size, dtype: str) -> Side:
 
     def run(params: Any, xs: jax.Array, carry: Any, noise: Any) -> jax.Array:
         del noise
-        own: dict[str, dict[str, jax.Array]] = {}
+        weights: dict[str, dict[str, jax.Array]] = {}
         for slot, name in zip(ours, theirs, strict=True):
             bias, second = params["bias"][slot], params["recurrent_bias"][slot]
-            own["i" + name] = {"kernel": params["kernel"][slot]}
-            own["h" + name] = {"kernel": params["recurrent_kernel"][slot]}
+            weights["i" + name] = {"kernel": params["kernel"][slot]}
+            weights["h" + name] = {"kernel": params["recurrent_kernel"][slot]}
             if contender.cell == "lstm":
-                own["h" + name]["bias"] = bias + second
+                weights["h" + name]["bias"] = bias + second
             elif name == "n":  # inside the reset gate's product
-                own["in"]["bias"], own["hn"]["bias"] = bias, second
+                weights["in"]["bias"], weights["hn"]["bias"] = bias, second
             else:
-                own["i" + name]["bias"] = bias + second
+                weights["i" + name]["bias"] = bias + second
         state = tuple(carry) if contender.cell == "lstm" else carry.h
-        ys: Any = module.apply({"params": {"cell": own}}, xs, initial_carry=state)
+        ys: Any = module.apply({"params": {"cell": weights}}, xs, initial_carry=state)
         return ys
 
     return _in_jax(contender, size, dtype, run, f"flax.linen.RNN({layer.__name__})")
@@ -191,16 +191,16 @@ def haiku_side(contender: Contender, size: Size, dtype: str) -> Side:
         del noise
         slots: tuple[str, ...] = ("f", "reset", "u")
         if contender.cell == "gru":
-            whole = _other_gate(params)
+            gates = _other_gate(params)
             names = (("w_i", "kernel"), ("w_h", "recurrent_kernel"), ("b", "bias"))
-            own = {"gru": {name: _packed(whole, slots, role) for name, role in names}}
-            return apply(own, xs, carry.h)
+            weights = {"gru": {name: _packed(gates, slots, role) for name, role in names}}
+            return apply(weights, xs, carry.h)
         slots = ("i", "u", "f", "o")
         kernels = [_packed(params, slots, role) for role in ("kernel", "recurrent_kernel")]
         bias = _packed(params, slots, "bias") + _packed(params, slots, "recurrent_bias")
         bias = bias.at[2 * size.features : 3 * size.features].add(-1.0)
-        own = {"lstm/linear": {"w": jnp.concatenate(kernels), "b": bias}}
-        return apply(own, xs, hk.LSTMState(carry.h, carry.c))
+        weights = {"lstm/linear": {"w": jnp.concatenate(kernels), "b": bias}}
+        return apply(weights, xs, hk.LSTMState(carry.h, carry.c))
 
     return _in_jax(contender, size, dtype, run, f"haiku.dynamic_unroll(haiku.{layer.__name__})")
 
@@ -236,7 +236,7 @@ def equinox_side(contender: Contender, size: Size, dtype: str) -> Side:
     import equinox as eqx
 
     layer = {"lstm": eqx.nn.LSTMCell, "gru": eqx.nn.GRUCell}[contender.cell]
-    start = layer(size.inputs, size.features, key=jax.random.key(0))
+    template = layer(size.inputs, size.features, key=jax.random.key(0))
 
     def run(params: Any, xs: jax.Array, carry: Any, noise: Any) -> jax.Array:
         del noise
@@ -244,14 +244,16 @@ def equinox_side(contender: Contender, size: Size, dtype: str) -> Side:
         if contender.cell == "lstm":
             bias = _packed(params, slots, "bias") + _packed(params, slots, "recurrent_bias")
             weights = [*(_packed(params, slots, role).T for role in roles), bias]
-            cell = eqx.tree_at(lambda c: [c.weight_ih, c.weight_hh, c.bias], start, weights)
+            cell = eqx.tree_at(lambda c: [c.weight_ih, c.weight_hh, c.bias], template, weights)
             return _scanned(cell, (carry.h, carry.c), xs)
         second = params["recurrent_bias"]
         # The candidate's second bias is inside of the reset gate's product.
-        outside = {**second, "u": jnp.zeros_like(second["u"])}
-        bias = _packed(params, slots, "bias") + _packed({"b": outside}, slots, "b")
+        outer_bias = {**second, "u": jnp.zeros_like(second["u"])}
+        bias = _packed(params, slots, "bias") + _packed({"b": outer_bias}, slots, "b")
         weights = [*(_packed(params, slots, role).T for role in roles), bias, second["u"]]
-        cell = eqx.tree_at(lambda c: [c.weight_ih, c.weight_hh, c.bias, c.bias_n], start, weights)
+        cell = eqx.tree_at(
+            lambda c: [c.weight_ih, c.weight_hh, c.bias, c.bias_n], template, weights
+        )
         return _scanned(cell, carry.h, xs)
 
     return _in_jax(contender, size, dtype, run, f"equinox.nn.{layer.__name__}")
@@ -271,16 +273,16 @@ def memax_side(contender: Contender, size: Size, dtype: str) -> Side:
     from memax.equinox.set_actions.lstm import LSTMMagma
 
     lstm = contender.cell == "lstm"
-    start = (LSTMMagma if lstm else GRUMagma)(size.features, jax.random.key(0))
+    template = (LSTMMagma if lstm else GRUMagma)(size.features, jax.random.key(0))
     names = {"f": "f", "i": "i", "o": "o", "u": "c"} if lstm else {"f": "z", "reset": "r", "u": "h"}
 
     def run(params: Any, xs: jax.Array, carry: Any, noise: Any) -> jax.Array:
         del noise
-        both = jax.tree.map(jnp.add, params["bias"], params["recurrent_bias"])
-        whole = {**params, "bias": both} if lstm else _other_gate(params)
-        cell: Any = start
+        bias = jax.tree.map(jnp.add, params["bias"], params["recurrent_bias"])
+        gates = {**params, "bias": bias} if lstm else _other_gate(params)
+        cell: Any = template
         for slot, name in names.items():
-            weights = [whole[role][slot].T for role in ("kernel", "recurrent_kernel")]
+            weights = [gates[role][slot].T for role in ("kernel", "recurrent_kernel")]
             cell = eqx.tree_at(
                 lambda c, n=name: [
                     getattr(c, f"W_{n}").weight,
@@ -288,19 +290,19 @@ def memax_side(contender: Contender, size: Size, dtype: str) -> Side:
                     getattr(c, f"W_{n}").bias,
                 ],
                 cell,
-                [*weights, whole["bias"][slot]],
+                [*weights, gates["bias"][slot]],
             )
 
-        def one(state: Any, xs: jax.Array) -> jax.Array:
+        def scan_example(state: Any, xs: jax.Array) -> jax.Array:
             if lstm:  # its inputs have the state's structure
                 return set_action_scan(cell, state, (xs, xs))[1]
             return set_action_scan(cell, state, xs)
 
         state = tuple(carry) if lstm else carry.h
-        ys: jax.Array = jax.vmap(one, in_axes=(0, 1), out_axes=1)(state, xs)
+        ys: jax.Array = jax.vmap(scan_example, in_axes=(0, 1), out_axes=1)(state, xs)
         return ys
 
-    return _in_jax(contender, size, dtype, run, f"memax.{type(start).__name__}")
+    return _in_jax(contender, size, dtype, run, f"memax.{type(template).__name__}")
 
 
 def jax_side(contender: Contender, size: Size, dtype: str) -> Side:
@@ -363,10 +365,10 @@ def flashrnn_side(contender: Contender, size: Size, dtype: str) -> Side:
     from flashrnn import flashrnn
 
     arrays = make(contender, size, dtype)
-    to = {"device": "cuda", "dtype": getattr(torch, dtype)}
+    options = {"device": "cuda", "dtype": getattr(torch, dtype)}
 
     def tensor(array: Any) -> Any:
-        return torch.from_numpy(np.array(array, np.float32)).to(**to).requires_grad_()
+        return torch.from_numpy(np.array(array, np.float32)).to(**options).requires_grad_()
 
     weights = {name: tensor(value) for name, value in _to_torch(arrays).items()}
     xs = tensor(np.swapaxes(arrays.xs, 0, 1))

@@ -39,8 +39,8 @@ def sum_seconds(size: float, chips: int) -> float:
     Each chip sends 2 (n - 1) / n of the bytes, and links send half of what they do in both
     directions. Below 4x4x4 no axis is closed to a ring, and half of the links lead nowhere.
     """
-    sending = LINKS / 2 if chips >= 64 else LINKS / 4
-    return 2 * (chips - 1) / chips * size / sending
+    bandwidth = LINKS / 2 if chips >= 64 else LINKS / 4
+    return 2 * (chips - 1) / chips * size / bandwidth
 
 
 def step_seconds(operations: float, moved: float, utilisation: float) -> float:
@@ -55,7 +55,7 @@ def expected(report: dict[str, Any]) -> list[list[str]]:
       report: see ``experiments.command.ahead.report``.
     """
     size = sum(kind["bytes"] for kind in report["collectives"].values())
-    alone = {
+    step_times = {
         "40 % of the peak": step_seconds(report["operations"], 0, 0.4),
         "memory, nothing kept on the chip": step_seconds(report["operations"], report["bytes"], 1),
     }
@@ -67,7 +67,7 @@ def expected(report: dict[str, Any]) -> list[list[str]]:
             milliseconds(total),
             f"{100 * step / (step + total):.0f} %",
         ]
-        for bound, step in alone.items()
+        for bound, step in step_times.items()
         for chips, shape in PODS.items()
         for total in [sum_seconds(size, chips)]
     ]

@@ -53,16 +53,16 @@ def call(function: str, arguments: dict[str, Any], devices: int) -> Any:
     Raises:
       ProcessError: if it fails.
     """
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "benchmarks.process", function, json.dumps(arguments)],
         env=environment(devices),
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:
-        raise ProcessError(_last_line(done.stderr, done.returncode))
-    return json.loads(done.stdout.splitlines()[-1])
+    if result.returncode:
+        raise ProcessError(_last_line(result.stderr, result.returncode))
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 class Held:

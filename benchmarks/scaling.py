@@ -106,11 +106,11 @@ def table(report: dict[str, Any]) -> str:
             slope_pair = [
                 slope(values, [row[k] for row in rows]) for k in ("seconds", "temporary_bytes")
             ]
-            compiling = [row["compile_seconds"] for row in rows]
+            compile_times = [row["compile_seconds"] for row in rows]
             slopes.append(
                 [f"`{cell}`", _LETTERS[sweep], f"{values[0]:,} - {values[-1]:,}"]
                 + [f"{number:.2f}" for number in slope_pair]
-                + [f"{min(compiling):.1f} - {max(compiling):.1f}"]
+                + [f"{min(compile_times):.1f} - {max(compile_times):.1f}"]
             )
         points += [
             [
@@ -153,9 +153,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
                 rows = groups.get((sweep, cell), [])
                 values = [row["value"] for row in rows]
                 for line, (name, unit) in enumerate((("seconds", 1e3), ("temporary_bytes", 1e-6))):
-                    measured = [row[name] * unit for row in rows]
+                    measurements = [row[name] * unit for row in rows]
                     grid[line, column].plot(
-                        values, measured, marker="o", markersize=3, color=colour, label=cell
+                        values, measurements, marker="o", markersize=3, color=colour, label=cell
                     )
             for axes in grid[:, column]:
                 axes.set_xscale("log", base=2)
@@ -194,13 +194,13 @@ def main(argv: Sequence[str]) -> int:
         say(f"{number}/{len(points)} {point.cell} at {_LETTERS[point.sweep]} = {point.value}")
         arguments = {**point.arguments(), "repeats": options["repeats"]}
         try:
-            measured = process.call("benchmarks.scaling.measure", arguments, options["devices"])
+            measurement = process.call("benchmarks.scaling.measure", arguments, options["devices"])
         except process.ProcessError as error:
             report["failed"].append(f"{point.cell} at {point.sweep} {point.value}: {error}")
             say(f"  failed: {error}")
             continue
-        report["device"] = measured.pop("device")
-        report["rows"].append({**point._asdict(), **measured})
+        report["device"] = measurement.pop("device")
+        report["rows"].append({**point._asdict(), **measurement})
         save(options["out"], "scaling", report, table(report))
     if report["rows"]:
         draw(report, Path(options["out"]) / "scaling.png")

@@ -106,14 +106,14 @@ def write_images(directory: Path) -> None:
     """Random images in MNIST's files."""
     from experiments.datasets import SOURCES
 
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for part, counts in (("train", SOURCES["mnist"].train), ("t10k", SOURCES["mnist"].test)):
         count = sum(counts)
         header = np.array([2051, count, 28, 28], ">i4").tobytes()
-        pixels = draw.integers(0, 256, count * 784, np.uint8).tobytes()
+        pixels = rng.integers(0, 256, count * 784, np.uint8).tobytes()
         (directory / f"{part}-images-idx3-ubyte").write_bytes(header + pixels)
         header = np.array([2049, count], ">i4").tobytes()
-        labels = draw.permutation(np.repeat(np.arange(10, dtype=np.uint8), counts))
+        labels = rng.permutation(np.repeat(np.arange(10, dtype=np.uint8), counts))
         (directory / f"{part}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
 
 
@@ -128,34 +128,34 @@ def torch_side(
 
     arrays = rg.to_torch([{"forward": params["recurrent"]["cell"]}])
     features, inputs = arrays["weight_hh_l0"].shape[1], arrays["weight_ih_l0"].shape[1]
-    last = params["decoder"]["Dense_0"]
-    decoder = nn.Linear(*last["kernel"].shape)
-    copied(decoder.weight, last["kernel"].T)
-    copied(decoder.bias, last["bias"])
+    decoder_params = params["decoder"]["Dense_0"]
+    decoder = nn.Linear(*decoder_params["kernel"].shape)
+    copied(decoder.weight, decoder_params["kernel"].T)
+    copied(decoder.bias, decoder_params["bias"])
     lstm: nn.Module = nn.LSTMCell(inputs, features) if detach_prob else nn.LSTM(inputs, features)
     for name, array in arrays.items():
         copied(getattr(lstm, name.removesuffix("_l0") if detach_prob else name), array)
     model = nn.ModuleList([lstm, decoder])
     adam = torch.optim.Adam(model.parameters(), lr=_RATE)
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     tensors = [(torch.from_numpy(x), torch.from_numpy(y.astype(np.int64))) for x, y in batches]
-    done = 0
+    step_index = 0
 
-    def outputs(xs: Any, wanted: int) -> Any:
+    def outputs(xs: Any, length: int) -> Any:
         if not detach_prob:
-            return lstm(xs)[0][-wanted:]
+            return lstm(xs)[0][-length:]
         h = c = torch.zeros(xs.shape[1], features)
         ys = []
-        for x, detached in zip(xs, draw.random(len(xs)) < detach_prob, strict=True):
+        for x, detached in zip(xs, rng.random(len(xs)) < detach_prob, strict=True):
             h, c = lstm(x, (h.detach() if detached else h, c))
             ys.append(h)
-        return torch.stack(ys[-wanted:])
+        return torch.stack(ys[-length:])
 
     def steps(count: int) -> float:
-        nonlocal done
+        nonlocal step_index
         for _ in range(count):
-            xs, targets = tensors[done % len(tensors)]
-            done += 1
+            xs, targets = tensors[step_index % len(tensors)]
+            step_index += 1
             targets = targets.reshape(-1, targets.shape[-1])
             logits = decoder(outputs(xs, len(targets)))
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -175,10 +175,10 @@ def table(report: dict[str, Any]) -> str:
         ours, theirs = (
             f"{row['steps'] / row['times'][side]['median']:.1f}" for side in ("ours", "theirs")
         )
-        beside = "nn.LSTMCell in a loop" if row["detach_prob"] else "nn.LSTM"
+        peer = "nn.LSTMCell in a loop" if row["detach_prob"] else "nn.LSTM"
         name = f"h-detach {row['detach_prob']}" if row["detach_prob"] else "plain"
         ratio = speed_report.ratio(row["times"])
-        rows.append([row["experiment"], name, beside, ours, theirs, ratio])
+        rows.append([row["experiment"], name, peer, ours, theirs, ratio])
     heading = ["experiment", "LSTM", "beside", "ours, steps/s", "theirs, steps/s", "ratio"]
     return f"{report['machine']['device']}, float32\n\n{markdown(heading, rows)}"
 

@@ -35,7 +35,7 @@ _GPU_SIZES = ";".join(
 )
 _LSTMS = "ur_lstm,lstm+detach0.5,lstm+detach0.5*3"
 _GATOS = "gato1,gato2"
-_OTHERS = ",".join(backend for backend in _BACKENDS if backend != "auto")
+_OTHER_BACKENDS = ",".join(backend for backend in _BACKENDS if backend != "auto")
 
 
 class Group(NamedTuple):
@@ -48,15 +48,15 @@ class Group(NamedTuple):
 
 PLAN: dict[str, tuple[Group, ...]] = {
     "cpu": (
-        Group("lstm,gru", _CPU_SIZES, f"torch,flax,haiku,{_OTHERS}"),
+        Group("lstm,gru", _CPU_SIZES, f"torch,flax,haiku,{_OTHER_BACKENDS}"),
         Group(_LSTMS, _CPU_SIZES, "lstm"),
-        Group(_GATOS, "64,750,2,512", f"torch,{_OTHERS}"),
+        Group(_GATOS, "64,750,2,512", f"torch,{_OTHER_BACKENDS}"),
         Group("rmc,dnc", "16,30,8,64;32,100,32,128", "torch"),
     ),
     "gpu": (
-        Group("lstm,gru", _GPU_SIZES, f"torch,flax,haiku,jax,flashrnn,{_OTHERS}"),
-        Group(_LSTMS, _GPU_SIZES, f"torch,lstm,{_OTHERS}"),
-        Group(_GATOS, "32,1000,64,1024;8,16384,4,512;1,65536,4,512", f"torch,{_OTHERS}"),
+        Group("lstm,gru", _GPU_SIZES, f"torch,flax,haiku,jax,flashrnn,{_OTHER_BACKENDS}"),
+        Group(_LSTMS, _GPU_SIZES, f"torch,lstm,{_OTHER_BACKENDS}"),
+        Group(_GATOS, "32,1000,64,1024;8,16384,4,512;1,65536,4,512", f"torch,{_OTHER_BACKENDS}"),
     ),
 }
 """What is run where neither cells nor sizes are given, by platform."""
@@ -79,11 +79,11 @@ def define(values: FlagValues) -> None:
     text("cells", "ours, each cell[/backend][+detachP][*lanes]")
     text("sizes", "B,T,D,F; several with a semicolon between")
     text("peers", f"what each is compared with: {', '.join(PEERS)}, a backend, a cell of ours")
-    for name, least, meaning in (
+    for name, minimum, meaning in (
         ("random", 1, "so many sizes drawn at random, each beside the best of the peers"),
         ("draw", 0, "the seed of the random sizes (default: 0)"),
     ):
-        flags.DEFINE_integer(name, None, meaning, least, flag_values=values)
+        flags.DEFINE_integer(name, None, meaning, minimum, flag_values=values)
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of both", flag_values=values)
     for name, meaning in (
         ("resume", "with --random: keep the rows that the same command left in --out"),
@@ -100,10 +100,10 @@ def parse_sizes(text: str) -> list[Size]:
       ValueError: if it is not that.
     """
     sizes = []
-    for part in text.split(";"):
-        numbers = [int(n) if n.strip().isdecimal() else 0 for n in part.split(",")]
+    for entry in text.split(";"):
+        numbers = [int(n) if n.strip().isdecimal() else 0 for n in entry.split(",")]
         if len(numbers) != 4 or 0 in numbers:
-            raise ValueError(f"A size is B,T,D,F, four positive numbers, got {part!r}.")
+            raise ValueError(f"A size is B,T,D,F, four positive numbers, got {entry!r}.")
         sizes.append(Size(*numbers))
     return sizes
 
@@ -138,8 +138,8 @@ def comparisons(groups: Sequence[Group]) -> list[Comparison]:
         for cell in group.cells.split(","):
             contender = Contender.parse(cell.strip())
             for size in parse_sizes(group.sizes):
-                for other in group.peers.split(","):
-                    side = opponent(contender, other.strip())
+                for name in group.peers.split(","):
+                    side = opponent(contender, name.strip())
                     if side is not None:
                         rows.append(Comparison(str(contender), side, size))
     return list(dict.fromkeys(rows))
@@ -192,19 +192,19 @@ def main(argv: Sequence[str]) -> int:
             continue
         say(f"{number}/{len(rows)} {row.contender} beside {row.other} at {tuple(row.size)}")
         try:
-            measured = pair.measure(
+            measurement = pair.measure(
                 *row, devices=options["devices"], repeats=options["repeats"], **settings
             )
         except process.ProcessError as error:
             unserved = "does not serve this" in str(error)
             failed = failed or not unserved
-            what = "left_out" if unserved else "failed"
+            section = "left_out" if unserved else "failed"
             line = f"{row.contender} beside {row.other} at {tuple(row.size)}: {error}"
-            report.setdefault(what, []).append(line)
-            say(f"{what.replace('_', ' ')}: {error}")
+            report.setdefault(section, []).append(line)
+            say(f"{section.replace('_', ' ')}: {error}")
             continue
-        report["rows"].append(measured)
-        say(f"  train step: {speed_report.ratio(measured['train'])} times as fast")
+        report["rows"].append(measurement)
+        say(f"  train step: {speed_report.ratio(measurement['train'])} times as fast")
         save(options["out"], "speed", report, speed_report.table(report))
     directory = save(options["out"], "speed", report, speed_report.table(report))
     if report["rows"]:

@@ -10,9 +10,9 @@ from benchmarks.command import markdown, megabytes, milliseconds
 _COLOURS = {"forward": "#5f6b6d", "train": "#1b6ca8"}
 
 
-def ratio(timed: dict[str, Any]) -> str:
+def ratio(times: dict[str, Any]) -> str:
     """The median ratio with its quartiles."""
-    ratios = timed["ratio"]
+    ratios = times["ratio"]
     return f"{ratios['median']:.2f} ({ratios['low']:.2f}-{ratios['high']:.2f})"
 
 
@@ -30,8 +30,8 @@ def table(report: dict[str, Any]) -> str:
         "",
         markdown(*_rows(report)),
     ]
-    for what, lead in (("left_out", "Left out"), ("failed", "FAILED")):
-        lines += ["", *(f"{lead}: {line}" for line in report[what])] if report.get(what) else []
+    for key, heading in (("left_out", "Left out"), ("failed", "FAILED")):
+        lines += ["", *(f"{heading}: {line}" for line in report[key])] if report.get(key) else []
     return "\n".join(lines)
 
 
@@ -46,9 +46,9 @@ def _rows(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         cells = [", ".join(map(str, row["size"].values())), f"`{row['contender']}`"]
         cells.append(f"`{row['other']}`" + ("" if row["same_equations"] else " (another model)"))
         for name in ("forward", "train"):
-            timed = row[name]
-            cells += [milliseconds(timed[side]["median"]) for side in ("ours", "theirs")]
-            cells.append(ratio(timed))
+            times = row[name]
+            cells += [milliseconds(times[side]["median"]) for side in ("ours", "theirs")]
+            cells.append(ratio(times))
         cells += [f"{row['ours']['compile_seconds']:.1f}"]
         cells += [megabytes(row["ours"]["temporary_bytes"])]
         if rates:
@@ -60,19 +60,22 @@ def _rows(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def floor_cells(row: dict[str, Any], rates: dict[str, float]) -> list[str]:
     """Operations, bytes, floor time and how often it goes into our train step."""
     work = row["work"]
-    floor, by = floor_seconds(row, rates)
+    floor, limit = floor_seconds(row, rates)
     times = row["train"]["ours"]["median"] / floor
     return [
         f"{work['operations'] / 1e9:,.1f}",
         f"{work['bytes'] / 1e6:,.0f}",
-        milliseconds(floor) + (" (bytes)" if by == "bytes" else ""),
+        milliseconds(floor) + (" (bytes)" if limit == "bytes" else ""),
         f"{times:.1f}",
     ]
 
 
 def floor_seconds(row: dict[str, Any], rates: dict[str, float]) -> tuple[float, str]:
     """The time that the device's rates allow a train step, and which of them it is."""
-    return max((row["work"][what] / rates[f"{what}_per_second"], what) for what in row["work"])
+    return max(
+        (row["work"][quantity] / rates[f"{quantity}_per_second"], quantity)
+        for quantity in row["work"]
+    )
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -130,14 +133,14 @@ def draw_random(report: dict[str, Any], path: Path) -> None:
             for number, cell in enumerate(dict.fromkeys(row["contender"] for row in rows)):
                 colour = f"C{number}"
                 for several in (False, True):
-                    own = [
+                    cell_rows = [
                         row
                         for row in rows
                         if row["contender"] == cell and (row["devices"] > 1) is several
                     ]
                     axes.scatter(
-                        [row["operations"] for row in own],
-                        [row[kind]["ratio"]["median"] for row in own],
+                        [row["operations"] for row in cell_rows],
+                        [row[kind]["ratio"]["median"] for row in cell_rows],
                         s=22,
                         facecolors="none" if several else colour,
                         edgecolors=colour,

@@ -109,9 +109,9 @@ def measure(size: Sequence[int], repeats: int) -> dict[str, Any]:
     for _ in range(repeats):
         outputs = {}
         for side, (function, arguments) in sides.items():
-            done = process.call(f"benchmarks.stepper.{function}", {"size": size, **arguments}, 1)
-            rounds[side].append(done["seconds"])
-            outputs[side] = done["outputs"]
+            result = process.call(f"benchmarks.stepper.{function}", {"size": size, **arguments}, 1)
+            rounds[side].append(result["seconds"])
+            outputs[side] = result["outputs"]
         for side in ("one", "all"):
             np.testing.assert_allclose(outputs[side], outputs["ours"], atol=1e-5)
     times = {side: np.array(seconds) for side, seconds in rounds.items()}

@@ -23,14 +23,14 @@ class Trainer(NamedTuple):
         """Our side, from a prepared ``Learner`` and its first state."""
         import jax
 
-        done = 0
+        step_number = 0
 
         def steps(count: int) -> float:
-            nonlocal state, done
-            nothing = jax.tree.map(np.zeros_like, (state.loss_total, state.loss_weight))
-            state = state._replace(loss_total=nothing[0], loss_weight=nothing[1])
-            state = learner.advance(state, done, done + count)
-            done += count
+            nonlocal state, step_number
+            zeros = jax.tree.map(np.zeros_like, (state.loss_total, state.loss_weight))
+            state = state._replace(loss_total=zeros[0], loss_weight=zeros[1])
+            state = learner.advance(state, step_number, step_number + count)
+            step_number += count
             return float(state.loss_total / state.loss_weight)
 
         return cls(steps, {"devices": learner.mesh.size})

@@ -132,7 +132,11 @@ def make(contender: Contender, size: Size, dtype: str = "float32") -> Arrays:
 @functools.cache
 def _make(contender: Contender, size: Size, dtype: str) -> Arrays:
     lanes = [_make_lane(contender, size, dtype, seed) for seed in range(contender.lanes)]
-    return lanes[0] if contender.lanes == 1 else jax.tree.map(lambda *each: jnp.stack(each), *lanes)
+    return (
+        lanes[0]
+        if contender.lanes == 1
+        else jax.tree.map(lambda *leaves: jnp.stack(leaves), *lanes)
+    )
 
 
 def forget() -> None:
@@ -160,7 +164,7 @@ def _make_lane(contender: Contender, size: Size, dtype: str, seed: int) -> Array
         return jax.tree.map(moved, tree)
 
     shape = (size.steps, size.batch)
-    emitted = getattr(cell, "emitted_features", size.features)
+    output_size = getattr(cell, "emitted_features", size.features)
     start = cell.initial((size.batch,))
     carry = near(start, matrices=True)
     if isinstance(cell, rg.DNC):  # weights are no numbers of any size; equal usage leaves a choice
@@ -171,7 +175,7 @@ def _make_lane(contender: Contender, size: Size, dtype: str, seed: int) -> Array
         params=near(init(init_key), matrices=False),
         xs=normal((*shape, size.inputs), DTYPES[dtype]),
         carry=carry,
-        cotangent=normal((*shape, emitted), DTYPES[dtype]),
+        cotangent=normal((*shape, output_size), DTYPES[dtype]),
         noise=rg.draw_noise(contender.carry_fns(), noise_key, size.steps, (size.batch,)),
     )
 
@@ -192,16 +196,16 @@ def check_equal(name: str, actual: Any, expected: Any, tolerance: float) -> floa
         the array.
     """
     largest = 0.0
-    got = dict(jax.tree_util.tree_leaves_with_path(actual))
+    arrays = dict(jax.tree_util.tree_leaves_with_path(actual))
     for path, b in jax.tree_util.tree_leaves_with_path(expected):
-        where = f"{name}{jax.tree_util.keystr(path)}"
-        if path not in got:
-            raise MismatchError(f"{where} is missing.")
-        a, b = (np.asarray(array, np.float64) for array in (got[path], b))
+        label = f"{name}{jax.tree_util.keystr(path)}"
+        if path not in arrays:
+            raise MismatchError(f"{label} is missing.")
+        a, b = (np.asarray(array, np.float64) for array in (arrays[path], b))
         if a.shape != b.shape:
-            raise MismatchError(f"{where} has shape {a.shape}, not {b.shape}.")
+            raise MismatchError(f"{label} has shape {a.shape}, not {b.shape}.")
         error = float(np.linalg.norm((a - b).ravel()) / (np.linalg.norm(b.ravel()) or 1.0))
         if not error < tolerance:  # NaN is not below
-            raise MismatchError(f"{where} is off by {error:.1e}, not below {tolerance:.0e}.")
+            raise MismatchError(f"{label} is off by {error:.1e}, not below {tolerance:.0e}.")
         largest = max(largest, error)
     return largest

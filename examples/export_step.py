@@ -31,8 +31,8 @@ outputs = []
 for x in xs:
     carry, y = served.call(carry, x)
     outputs.append(y)
-_, want = rg.unroll(cell, params, xs)
-difference = jnp.max(jnp.abs(jnp.stack(outputs) - want))
+_, expected = rg.unroll(cell, params, xs)
+difference = jnp.max(jnp.abs(jnp.stack(outputs) - expected))
 assert isinstance(carry, rg.GATOState)
 assert difference < 1e-5, difference
 print(f"{STEPS} calls of an exported step of {len(data)} bytes equal unroll to {difference:.0e}")

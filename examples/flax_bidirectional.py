@@ -18,12 +18,12 @@ assert outputs.shape == (BATCH, TIME, 2 * FEATURES)  # forward features, then ba
 
 # Neither direction sees padding, whatever it holds.
 valid = jnp.arange(TIME)[None, :, None] < lengths[:, None, None]
-other = jnp.where(valid, inputs, jax.random.normal(padding_key, inputs.shape))
-assert jnp.array_equal(outputs, layer.apply(variables, other, seq_lengths=lengths))
+noisy_inputs = jnp.where(valid, inputs, jax.random.normal(padding_key, inputs.shape))
+assert jnp.array_equal(outputs, layer.apply(variables, noisy_inputs, seq_lengths=lengths))
 
 # The backward half at step 0 has read the whole sequence, the forward half only its first input.
-changed = inputs.at[0, -1].add(1.0)
-change = jnp.abs(layer.apply(variables, changed, seq_lengths=lengths) - outputs)[0, 0]
+changed_inputs = inputs.at[0, -1].add(1.0)
+change = jnp.abs(layer.apply(variables, changed_inputs, seq_lengths=lengths) - outputs)[0, 0]
 forward, backward = change[:FEATURES], change[FEATURES:]
 assert not jnp.any(forward)
 assert jnp.all(backward > 0)

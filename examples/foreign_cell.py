@@ -14,18 +14,18 @@ foreign = nn.LSTMCell(FEATURES)
 cell = rg.FlaxCell(foreign)  # its carry: c, h, and the output y
 layer = rg.RNN(cell, carry_fns=(rg.Detach(1.0, field=1),))  # field 1 is h
 variables = layer.init({"params": params_key, "carry": carry_key}, inputs)
-want = nn.RNN(foreign).apply(variables, inputs)  # the same parameters
+expected = nn.RNN(foreign).apply(variables, inputs)  # the same parameters
 
 
 def outputs_of(variables, inputs, **options):
     return layer.apply(variables, inputs, rngs={"carry": carry_key}, **options)
 
 
-assert jnp.allclose(outputs_of(variables, inputs), want, atol=1e-5)  # forward: nothing changes
+assert jnp.allclose(outputs_of(variables, inputs), expected, atol=1e-5)  # forward: nothing changes
 
 resets = jnp.zeros((BATCH, TIME), bool).at[:, 9].set(True)
-anew = outputs_of(variables, inputs[:, 9:], deterministic=True)
-assert jnp.allclose(outputs_of(variables, inputs, resets=resets)[:, 9:], anew, atol=1e-5)
+restart = outputs_of(variables, inputs[:, 9:], deterministic=True)
+assert jnp.allclose(outputs_of(variables, inputs, resets=resets)[:, 9:], restart, atol=1e-5)
 
 
 def norm(detach):

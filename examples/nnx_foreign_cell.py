@@ -15,8 +15,8 @@ cell = rg.FlaxCell(foreign)  # its carry: c, h, and the output y
 detach = (rg.Detach(1.0, field=1),)  # field 1 is h
 layer = rg.nnx.RNN(cell, INPUT, rngs=nnx.Rngs(params=0, carry=1), carry_fns=detach)
 params = rg.nnx.to_linen(layer)
-want = nn.RNN(foreign).apply({"params": params}, inputs)  # the same parameters
-assert jnp.allclose(layer(inputs), want, atol=1e-5)  # forward: nothing changes
+expected = nn.RNN(foreign).apply({"params": params}, inputs)  # the same parameters
+assert jnp.allclose(layer(inputs), expected, atol=1e-5)  # forward: nothing changes
 
 resets = jnp.zeros((BATCH, TIME), bool).at[:, 9].set(True)
 assert jnp.allclose(layer(inputs, resets=resets)[:, 9:], layer(inputs[:, 9:]), atol=1e-5)

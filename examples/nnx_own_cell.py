@@ -47,6 +47,6 @@ def ensemble(rngs):
 
 
 members = ensemble(nnx.Rngs(1))
-together = nnx.vmap(lambda member, inputs: member(inputs), in_axes=(0, None))(members, inputs)
-assert together.shape == (5, *outputs.shape)
-print(f"Leaky in NNX: the gradient reaches {reach} of 20 inputs; an ensemble of {len(together)}")
+results = nnx.vmap(lambda member, inputs: member(inputs), in_axes=(0, None))(members, inputs)
+assert results.shape == (5, *outputs.shape)
+print(f"Leaky in NNX: the gradient reaches {reach} of 20 inputs; an ensemble of {len(results)}")

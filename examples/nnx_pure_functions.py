@@ -9,13 +9,13 @@ import recurrent_gates as rg
 
 BATCH, TIME, FEATURES, STEPS = 32, 16, 32, 300
 layer = rg.nnx.RNN(rg.CELLS["gato"](FEATURES), 1, rngs=nnx.Rngs(0), time_major=True)
-graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
+graphdef, params, other_state = nnx.split(layer, nnx.Param, ...)
 optimizer = optax.adam(1e-2)
 
 
 def loss_of(params, readout, xs):
     """Squared error of recalling the first input after the last; the mean alone scores 1/3."""
-    outputs = nnx.merge(graphdef, params, rest)(xs)
+    outputs = nnx.merge(graphdef, params, other_state)(xs)
     return jnp.mean((outputs[-1] @ readout - xs[0]) ** 2)
 
 

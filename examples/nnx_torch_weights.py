@@ -37,22 +37,22 @@ def sigmoid(x):
 
 
 # torch.nn.GRU's equations, rows of the weights in its order: r, z, n.
-want = xs
+expected = xs
 for layer in range(LAYERS):
     weights, h, outputs = state_dict, np.zeros((BATCH, FEATURES)), []
-    for x in want:
+    for x in expected:
         pre = x @ weights[f"weight_ih_l{layer}"].T + weights[f"bias_ih_l{layer}"]
-        back = h @ weights[f"weight_hh_l{layer}"].T + weights[f"bias_hh_l{layer}"]
-        (r, z, n), (r_h, z_h, n_h) = (np.split(a, 3, axis=-1) for a in (pre, back))
+        recurrent = h @ weights[f"weight_hh_l{layer}"].T + weights[f"bias_hh_l{layer}"]
+        (r, z, n), (r_h, z_h, n_h) = (np.split(a, 3, axis=-1) for a in (pre, recurrent))
         z = sigmoid(z + z_h)
         h = (1 - z) * np.tanh(n + sigmoid(r + r_h) * n_h) + z * h
         outputs.append(h)
-    want = np.stack(outputs)
+    expected = np.stack(outputs)
 
-difference = np.max(np.abs(np.asarray(ys) - want))
+difference = np.max(np.abs(np.asarray(ys) - expected))
 assert difference < 1e-5, difference
 params = rg.nnx.to_linen(stack)
-back = interop.to_torch([{"forward": params[f"cells_{i}"]} for i in range(LAYERS)])
-assert all(np.array_equal(back[name], value) for name, value in state_dict.items())
+round_trip = interop.to_torch([{"forward": params[f"cells_{i}"]} for i in range(LAYERS)])
+assert all(np.array_equal(round_trip[name], value) for name, value in state_dict.items())
 assert jnp.isfinite(ys).all()
 print(f"torch weights in an NNX stack: outputs equal torch's equations to {difference:.0e}")

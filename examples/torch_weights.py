@@ -35,21 +35,21 @@ def sigmoid(x):
 
 
 # torch.nn.LSTM's equations, rows of the weights in its order: i, f, g, o.
-want = xs
+expected = xs
 for layer in range(LAYERS):
     weights, h, c, outputs = state_dict, np.zeros((BATCH, FEATURES)), 0.0, []
-    for x in want:
+    for x in expected:
         pre = x @ weights[f"weight_ih_l{layer}"].T + weights[f"bias_ih_l{layer}"]
         pre = pre + h @ weights[f"weight_hh_l{layer}"].T + weights[f"bias_hh_l{layer}"]
         i, f, g, o = np.split(pre, 4, axis=-1)
         c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
         h = sigmoid(o) * np.tanh(c)
         outputs.append(h)
-    want = np.stack(outputs)
+    expected = np.stack(outputs)
 
-difference = np.max(np.abs(np.asarray(ys) - want))
+difference = np.max(np.abs(np.asarray(ys) - expected))
 assert difference < 1e-5, difference
-back = interop.to_torch(layers)
-assert all(np.array_equal(back[name], value) for name, value in state_dict.items())
+round_trip = interop.to_torch(layers)
+assert all(np.array_equal(round_trip[name], value) for name, value in state_dict.items())
 assert jnp.isfinite(ys).all()
 print(f"two layers of torch weights: outputs equal torch's equations to {difference:.0e}")

@@ -30,6 +30,7 @@ from recurrent_gates.declared import (
     Slots,
     Sums,
     Weights,
+    inputs_dtype,
     pre_activations,
     product_of,
     recurrent_weights,
@@ -324,8 +325,8 @@ def dense(params: Params, z_t: Slots, separate: Sequence[str] = ()) -> Product:
     checks.kernels(params, "recurrent_kernel")
     checks.projections(z_t)
     biases = params.get("recurrent_bias", {})
-    own = {slot: biases[slot] for slot in separate if slot in biases}
-    weights = Weights(params["recurrent_kernel"], {}, own)
+    separate_biases = {slot: biases[slot] for slot in separate if slot in biases}
+    weights = Weights(params["recurrent_kernel"], {}, separate_biases)
     return pre_activations(functools.partial(product_of, weights), z_t, separate)
 
 
@@ -416,17 +417,17 @@ class SlotCell(Cell):
                 s: self.bias_init(next(keys), (w,), dtype) for s, w in self.input_slots.items()
             },
         }
-        second = self.input_slots if self.bias_vectors == 2 else self.separate
-        if second:
+        bias_slots = self.input_slots if self.bias_vectors == 2 else self.separate
+        if bias_slots:
             params["recurrent_bias"] = {
-                s: self.bias_init(next(keys), (slots[s],), dtype) for s in second
+                s: self.bias_init(next(keys), (slots[s],), dtype) for s in bias_slots
             }
         if gate is not None:
-            for s, start in gate.slot_bias(next(keys), self.features, dtype).items():
-                params["bias"][s] = params["bias"][s] + start
-            own = gate.init(next(keys), self.features, dtype)
-            if own:
-                params["gate"] = own
+            for s, offset in gate.slot_bias(next(keys), self.features, dtype).items():
+                params["bias"][s] = params["bias"][s] + offset
+            gate_params = gate.init(next(keys), self.features, dtype)
+            if gate_params:
+                params["gate"] = gate_params
         return params
 
     @nn.nowrap
@@ -452,7 +453,7 @@ class SlotCell(Cell):
     @nn.nowrap
     def emit(self, params: Params, carry: Carry, z: Slots) -> Any:
         del params
-        return carry.h.astype(next(iter(z.values())).dtype)
+        return carry.h.astype(inputs_dtype(z))
 
     @property
     def products(self) -> Products:

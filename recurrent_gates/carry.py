@@ -9,7 +9,7 @@ absolute time, so that backends, unrolling, rematerialisation and direction cann
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -31,6 +31,11 @@ def get_field(carry: Carry, field: str | int | None) -> jax.Array:
     Raises:
       ValueError: if the carry has no such field; the sentence lists those it has.
     """
+    if isinstance(carry, Mapping):
+        names = ", ".join(map(repr, carry))
+        raise ValueError(
+            f"Carry functions are for a NamedTuple, a tuple or one array, got a mapping of {names}."
+        )
     if field is None:
         if isinstance(carry, tuple):
             raise ValueError(f"field=None is for a carry that is one array, got {_fields(carry)}.")
@@ -51,8 +56,8 @@ def set_field(carry: C, field: str | int | None, value: jax.Array) -> C:
     if isinstance(field, int):
         values = list(carry)  # type: ignore[call-overload]
         values[field] = value
-        named = hasattr(carry, "_fields")
-        return type(carry)(*values) if named else type(carry)(values)  # type: ignore[call-arg]
+        by_name = hasattr(carry, "_fields")
+        return type(carry)(*values) if by_name else type(carry)(values)  # type: ignore[call-arg]
     return carry._replace(**{field: value})  # type: ignore[attr-defined]
 
 
@@ -162,8 +167,8 @@ def scale_gradient_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.
     # scale * x by its derivative.
     finite = jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
     zero = jax.lax.stop_gradient(finite) - finite  # whose derivative is -1
-    same = jax.lax.stop_gradient(x) - jnp.where(scale == 0, jnp.zeros_like(x), scale * zero)
-    return same, jnp.where(scale == 0, jnp.zeros_like(x_dot), scale * x_dot)
+    primal = jax.lax.stop_gradient(x) - jnp.where(scale == 0, jnp.zeros_like(x), scale * zero)
+    return primal, jnp.where(scale == 0, jnp.zeros_like(x_dot), scale * x_dot)
 
 
 @struct.dataclass
@@ -275,12 +280,12 @@ class Zoneout(CarryFn):
         old, fresh = get_field(prev, self.field), get_field(new, self.field)
         if noise_t is None:
             p = jax.lax.stop_gradient(jnp.asarray(self.p, fresh.dtype))
-            kept = p * old + (1 - p) * fresh
+            mixture = p * old + (1 - p) * fresh
         else:
             if jnp.issubdtype(noise_t.dtype, jax.dtypes.prng_key):
                 noise_t = self._mask(noise_t, fresh.shape[noise_t.ndim :])
-            kept = jnp.where(expand(noise_t.astype(bool), fresh), old, fresh)
-        return set_field(new, self.field, kept)
+            mixture = jnp.where(expand(noise_t.astype(bool), fresh), old, fresh)
+        return set_field(new, self.field, mixture)
 
     def _mask(self, keys: jax.Array, unit_shape: tuple[int, ...]) -> jax.Array:
         p = jnp.asarray(self.p, jnp.float32)

@@ -282,8 +282,8 @@ def _gru_gates(
     if reset == "after":
         assert z_u is not None
         r = gates["reset"] = jax.nn.sigmoid(product("reset", h))
-        own = product("u", h)
-        u = activation(z_u.astype(own.dtype) + r * own)  # torch: W x + b + r * (U h + b')
+        u_h = product("u", h)
+        u = activation(z_u.astype(u_h.dtype) + r * u_h)  # torch: W x + b + r * (U h + b')
     elif reset == "before":
         r = gates["reset"] = jax.nn.sigmoid(product("reset", h))
         u = activation(product("u", r * h))  # GATO App. E: W x + U (r * h)
@@ -520,6 +520,6 @@ def count_parameters(params: Any) -> int:
     leaves = jax.tree.leaves(params)
     for leaf in leaves:
         if not hasattr(leaf, "shape"):
-            got = checks.described(leaf)
-            raise ValueError(f"params must be a tree of arrays or of shapes, got {got} in it.")
+            text = checks.described(leaf)
+            raise ValueError(f"params must be a tree of arrays or of shapes, got {text} in it.")
     return sum(math.prod(leaf.shape) for leaf in leaves)

@@ -49,7 +49,7 @@ def is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _known(array: Any) -> np.ndarray | None:
+def _concrete(array: Any) -> np.ndarray | None:
     """The values of an array, or None where they are not known, or not all here."""
     if isinstance(array, jax.core.Tracer) or not getattr(array, "is_fully_addressable", True):
         return None
@@ -61,14 +61,14 @@ def _known(array: Any) -> np.ndarray | None:
 # ---------------------------------------------------------------------------------------
 
 
-def whole_number(what: str, value: Any, least: int = 1) -> int:
-    """An int from a whole number of at least ``least``, NumPy's included."""
+def whole_number(subject: str, value: Any, minimum: int = 1) -> int:
+    """An int from a whole number of at least ``minimum``, NumPy's included."""
     try:
         number = operator.index(value)
     except TypeError:
-        number = least - 1
-    if isinstance(value, (bool, np.bool_)) or number < least:
-        raise ValueError(f"{what}, at least {least}, got {described(value)}.")
+        number = minimum - 1
+    if isinstance(value, (bool, np.bool_)) or number < minimum:
+        raise ValueError(f"{subject}, at least {minimum}, got {described(value)}.")
     return number
 
 
@@ -86,8 +86,8 @@ def floating(name: str, dtype: Any) -> None:
     except TypeError:
         fits = False
     if not fits or dtype is None:
-        got = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", dtype)
-        raise ValueError(f"{name} must be a floating dtype such as jnp.float32, got {got!r}.")
+        text = dtype if isinstance(dtype, str) else getattr(dtype, "__name__", dtype)
+        raise ValueError(f"{name} must be a floating dtype such as jnp.float32, got {text!r}.")
 
 
 def function(name: str, value: Any, such_as: str) -> None:
@@ -98,8 +98,8 @@ def function(name: str, value: Any, such_as: str) -> None:
 
 def number(name: str, value: Any) -> None:
     """A finite number."""
-    known = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not known or not math.isfinite(value):
+    fits = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not fits or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {described(value)}.")
 
 
@@ -107,10 +107,10 @@ def period(name: str, value: Any) -> None:
     """A number above 0, None or ``"auto"``."""
     if value is None or (isinstance(value, str) and value == "auto"):
         return
-    known = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not known or not 0 < value < math.inf:
-        got = described(value)
-        raise ValueError(f"{name} must be a period above 0, None or 'auto', got {got}.")
+    fits = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not fits or not 0 < value < math.inf:
+        text = described(value)
+        raise ValueError(f"{name} must be a period above 0, None or 'auto', got {text}.")
 
 
 def instance(name: str, value: Any, of: type, such_as: str) -> None:
@@ -245,70 +245,70 @@ def ours(cell: Any) -> bool:
     return getattr(type(cell).init_params, "__module__", "").startswith("recurrent_gates.")
 
 
-def params(cell: Any, given: Any, width: int | None) -> None:
+def params(cell: Any, tree: Any, width: int | None) -> None:
     """Parameters that fit the cell and inputs ``[..., width]``.
 
     Of a cell of ours every entry is held to ``init_params``, but that the second bias vector may
     be there or not. Of a user's cell only that it is a dict.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(tree, Mapping):
         raise ValueError(
             f"params must be the dict that {type(cell).__name__}.init_params(key, D) gives, got "
-            f"{described(given)}."
+            f"{described(tree)}."
         )
     if not ours(cell) or width is None or not width:
         return
-    _params("", _expected(cell, width), given, cell, width)
+    _params("", _expected(cell, width), tree, cell, width)
 
 
-def _params(path: str, want: Any, given: Any, cell: Any, width: int) -> None:
-    where = f"params{path}"
-    if isinstance(want, Mapping):
-        missing, more = _names(want, given)
-        if missing or more:
-            hint = nested(given) if not path else ""
-            names = f"must have {', '.join(want)}" if want else "must be empty"
-            raise ValueError(f"{where} of {_name(cell)} {names}, got {described(given)}{hint}.")
-        for name, value in want.items():
-            if name in given:
-                _params(f"{path}[{name!r}]", value, given[name], cell, width)
+def _params(path: str, spec: Any, tree: Any, cell: Any, width: int) -> None:
+    place = f"params{path}"
+    if isinstance(spec, Mapping):
+        missing, extra = _names(spec, tree)
+        if missing or extra:
+            hint = nested(tree) if not path else ""
+            names = f"must have {', '.join(spec)}" if spec else "must be empty"
+            raise ValueError(f"{place} of {_name(cell)} {names}, got {described(tree)}{hint}.")
+        for name, value in spec.items():
+            if name in tree:
+                _params(f"{path}[{name!r}]", value, tree[name], cell, width)
         return
-    if not is_array(given) or not jnp.issubdtype(given.dtype, jnp.floating):
-        raise ValueError(f"{where} must be a floating array, got {described(given)}.")
-    if given.shape != want.shape:
+    if not is_array(tree) or not jnp.issubdtype(tree.dtype, jnp.floating):
+        raise ValueError(f"{place} must be a floating array, got {described(tree)}.")
+    if tree.shape != spec.shape:
         raise ValueError(
-            f"{where} of {_name(cell)} must be {list(want.shape)} for inputs of {width} features, "
-            f"got {list(given.shape)}: it is of another size, or of inputs of another width."
+            f"{place} of {_name(cell)} must be {list(spec.shape)} for inputs of {width} features, "
+            f"got {list(tree.shape)}: it is of another size, or of inputs of another width."
         )
 
 
 _EITHER = {"recurrent_bias"}  # one bias vector or two compute the same with their sum
 
 
-def _names(want: Mapping[str, Any], given: Any) -> tuple[set[str], set[str]]:
-    if not isinstance(given, Mapping):
-        return set(want), set()
-    return set(want) - set(given) - _EITHER, set(given) - set(want) - _EITHER
+def _names(spec: Mapping[str, Any], tree: Any) -> tuple[set[str], set[str]]:
+    if not isinstance(tree, Mapping):
+        return set(spec), set()
+    return set(spec) - set(tree) - _EITHER, set(tree) - set(spec) - _EITHER
 
 
-def nested(given: Any) -> str:
+def nested(tree: Any) -> str:
     """Where in a layer's variables a cell's parameters are."""
-    path, inner = "", given
+    path, inner = "", tree
     for name in ("params", "cell"):
         if isinstance(inner, Mapping) and name in inner:
             path, inner = f"{path}[{name!r}]", inner[name]
     if path:
         return f": pass {path} of it"
-    layers = isinstance(given, Mapping) and any(str(name).startswith("layers_") for name in given)
+    layers = isinstance(tree, Mapping) and any(str(name).startswith("layers_") for name in tree)
     return ": pass ['layers_0']['cell'] of it for the first layer" if layers else ""
 
 
-def kernels(given: Any, role: str = "kernel") -> None:
+def kernels(tree: Any, role: str = "kernel") -> None:
     """Parameters of linear maps by slot."""
-    if isinstance(given, Mapping) and isinstance(given.get(role), Mapping):
+    if isinstance(tree, Mapping) and isinstance(tree.get(role), Mapping):
         return
     raise ValueError(
-        f"params must be a cell's own, with {role!r}, got {described(given)}{nested(given)}."
+        f"params must be a cell's own, with {role!r}, got {described(tree)}{nested(tree)}."
     )
 
 
@@ -341,14 +341,14 @@ def arranged(name: str, carry: Any, initial: Any) -> Any:
     """
     if isinstance(carry, Mapping) and set(carry) == set(_fields(initial)):
         carry = type(initial)(**carry)
-    want: Any = jax.tree.structure(initial)
-    got: Any = jax.tree.structure(carry)
-    if got == want:
+    expected: Any = jax.tree.structure(initial)
+    structure: Any = jax.tree.structure(carry)
+    if structure == expected:
         return carry
-    named = _fields(carry) and _fields(initial) and _fields(carry) != _fields(initial)
-    if named or got.num_leaves != want.num_leaves or isinstance(carry, Mapping):
+    names_differ = _fields(carry) and _fields(initial) and _fields(carry) != _fields(initial)
+    if names_differ or structure.num_leaves != expected.num_leaves or isinstance(carry, Mapping):
         raise ValueError(f"{name} must be {described(initial)}, got {described(carry)}.")
-    return jax.tree.unflatten(want, jax.tree.leaves(carry))
+    return jax.tree.unflatten(expected, jax.tree.leaves(carry))
 
 
 def carry(name: str, value: Any, initial: Any) -> Any:
@@ -359,9 +359,9 @@ def carry(name: str, value: Any, initial: Any) -> Any:
         if not _numeric(leaf):
             raise ValueError(f"{name} must hold arrays of numbers, got {described(leaf)} in it.")
     shapes = [jnp.shape(leaf) for leaf in leaves]
-    wanted = [leaf.shape for leaf in jax.tree.leaves(initial)]
-    if shapes != wanted:
-        raise ValueError(f"{name} has shapes {shapes}; this cell and batch need {wanted}.")
+    expected_shapes = [leaf.shape for leaf in jax.tree.leaves(initial)]
+    if shapes != expected_shapes:
+        raise ValueError(f"{name} has shapes {shapes}; this cell and batch need {expected_shapes}.")
     return jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype), value, initial)
 
 
@@ -404,8 +404,8 @@ def call(cell: Any, carry: Any, inputs: Any) -> None:
     if not jnp.ndim(inputs):
         raise ValueError("A cell is called as cell(carry, x) with x [*batch, D], got a number.")
     initial = jax.eval_shape(lambda: cell.initial(jnp.shape(inputs)[:-1]))
-    want: Any = jax.tree.structure(initial)
-    if jax.tree.structure(carry) != want:
+    expected: Any = jax.tree.structure(initial)
+    if jax.tree.structure(carry) != expected:
         raise ValueError(
             f"The carry of {_name(cell)} must be {described(initial)}, got {described(carry)}: "
             "cell.initial(batch_shape) makes one."
@@ -447,10 +447,10 @@ def lengths(value: Any, steps: int, batch_shape: tuple[int, ...]) -> jax.Array:
             f"lengths must be integers of shape {batch_shape}, "
             f"got {value.dtype} of shape {value.shape}."
         )
-    known = None if export.is_symbolic_dim(steps) else _known(value)
-    if known is not None and known.size and not 0 <= known.min() <= known.max() <= steps:
-        wrong = known[(known < 0) | (known > steps)][0]
-        raise ValueError(f"lengths must be from 0 to T = {steps}, got {wrong}.")
+    values = None if export.is_symbolic_dim(steps) else _concrete(value)
+    if values is not None and values.size and not 0 <= values.min() <= values.max() <= steps:
+        outlier = values[(values < 0) | (values > steps)][0]
+        raise ValueError(f"lengths must be from 0 to T = {steps}, got {outlier}.")
     return value.astype(jnp.int32)  # in a narrower dtype the numbers of steps would wrap around
 
 
@@ -498,6 +498,13 @@ def carry_fns(value: Any, base: type) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def no_noise(value: Any, count: int) -> tuple[None, ...]:
+    """No entry for each of so many carry functions."""
+    if value is not None:
+        raise ValueError("noise has no effect with deterministic=True, which draws nothing.")
+    return (None,) * count
+
+
 def noise(value: Any, count: int, steps: int) -> tuple[Any, ...]:
     """One entry per carry function, with leading axis T."""
     if is_array(value) or not isinstance(value, Sequence):
@@ -509,6 +516,6 @@ def noise(value: Any, count: int, steps: int) -> tuple[Any, ...]:
         raise ValueError(f"noise needs one entry per carry function: {count}, got {len(value)}.")
     for entry in jax.tree.leaves(value):
         if not is_array(entry) or jnp.ndim(entry) < 1 or entry.shape[0] != steps:
-            got = f"shape {entry.shape}" if is_array(entry) else described(entry)
-            raise ValueError(f"noise must have leading axis T = {steps}, got {got}.")
+            text = f"shape {entry.shape}" if is_array(entry) else described(entry)
+            raise ValueError(f"noise must have leading axis T = {steps}, got {text}.")
     return value

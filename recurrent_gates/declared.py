@@ -29,7 +29,7 @@ def _itself(z: Any) -> Any:
     return z
 
 
-def _none(params: Params) -> Slots:
+def _no_biases(params: Params) -> Slots:
     del params
     return {}
 
@@ -56,7 +56,7 @@ class Products:
     weights: Callable[[Params], Slots]
     update: Callable[[Carry, Slots, Product], Carry]
     inputs: Callable[[Any], Slots] = _itself
-    biases: Callable[[Params], Slots] = _none
+    biases: Callable[[Params], Slots] = _no_biases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ def redefined(value: Any, method: str, name: str) -> tuple[type, type] | None:
     """
     classes = type(value).__mro__
     first, second = (
-        next(i for i, one in enumerate(classes) if attribute in vars(one))
+        next(i for i, cls in enumerate(classes) if attribute in vars(cls))
         for attribute in (method, name)
     )
     return (classes[first], classes[second]) if first < second else None
@@ -228,8 +228,13 @@ def state_dtype(dtype: Any) -> Any:
 
 
 def inputs_dtype(inputs: Slots) -> Any:
-    """The dtype of a loop's inputs, in which its matrix products are taken."""
-    return next(iter(inputs.values())).dtype
+    """The dtype of matrix products: the widest floating-point one of a loop's inputs.
+
+    It does not depend on their order, which a transformation sorts; integers do not count, which
+    ``update`` reads by themselves.
+    """
+    dtypes = [value.dtype for value in inputs.values() if jnp.issubdtype(value.dtype, jnp.inexact)]
+    return max(dtypes, key=lambda dtype: (dtype.itemsize, dtype.name), default=jnp.dtype("float32"))
 
 
 def pre_activations(

@@ -127,33 +127,33 @@ def reading(
     """
     carry = jax.eval_shape(lambda: cell.initial(()))
     names = field_names(carry)
-    known: Gamma | None = None
+    inferred_gamma: Gamma | None = None
     field: Field
-    back: tuple[Field, ...]
+    inferred_fields: tuple[Field, ...]
     if isinstance(cell, GATO):
-        field, known, back = "s", cell.gamma, ("r",)
+        field, inferred_gamma, inferred_fields = "s", cell.gamma, ("r",)
     elif isinstance(cell, LSTM):
-        field, known, back = "c", cell.output_activation, ("h",)
+        field, inferred_gamma, inferred_fields = "c", cell.output_activation, ("h",)
     elif isinstance(cell, SlotCell) and names == ("h",):
-        field, known, back = "h", identity, ("h",)
+        field, inferred_gamma, inferred_fields = "h", identity, ("h",)
     else:
         order = (*summed_fields(cell), "c", "h", *names)
         field = next(name for name in order if name in names)
-        back = tuple(name for name in names if name not in summed_fields(cell))
+        inferred_fields = tuple(name for name in names if name not in summed_fields(cell))
         if isinstance(cell, FlaxCell):
-            back = back[:-1]  # y, which only goes out
+            inferred_fields = inferred_fields[:-1]  # y, which only goes out
     if remembered not in (INFER, field):
-        field, known = remembered, None  # gamma belongs to the field that was inferred
-    chosen = known if gamma is None else gamma
-    feeds = back if recurrent == INFER else tuple(recurrent)
-    for name in (field, *feeds):
+        field, inferred_gamma = remembered, None  # gamma belongs to the field that was inferred
+    used_gamma = inferred_gamma if gamma is None else gamma
+    fields = inferred_fields if recurrent == INFER else tuple(recurrent)
+    for name in (field, *fields):
         if name not in names:
-            has = ", ".join(map(str, names))
-            raise ValueError(f"The carry has no floating field {name!r}; it has {has}.")
-    how = "its output" if chosen is None else getattr(chosen, "__name__", "gamma")
-    text = f"{_say(field)} remembers and is read through {how}; "
-    text += f"{' and '.join(map(_say, feeds)) or 'nothing'} feed{'s' * (len(feeds) < 2)} back"
-    return Reading(field, chosen, feeds, text)
+            field_list = ", ".join(map(str, names))
+            raise ValueError(f"The carry has no floating field {name!r}; it has {field_list}.")
+    route = "its output" if used_gamma is None else getattr(used_gamma, "__name__", "gamma")
+    text = f"{_say(field)} remembers and is read through {route}; "
+    text += f"{' and '.join(map(_say, fields)) or 'nothing'} feed{'s' * (len(fields) < 2)} back"
+    return Reading(field, used_gamma, fields, text)
 
 
 def _say(field: Field) -> str:
@@ -394,14 +394,14 @@ def measure(
     """
     checks.cell("measure", cell, Cell)
     in_features = checks.in_features(in_features)
-    how = reading(cell, remembered, gamma, recurrent)
+    roles = reading(cell, remembered, gamma, recurrent)
     key = jax.random.key(0) if key is None else key
     checks.key("key", key)
     params = [cell.init_params(k, in_features) for k in jax.random.split(key, draws)]
     lanes = [scaled(p, scale) for scale in scales for p in params]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *lanes)
     keys = jnp.tile(jax.random.split(jax.random.fold_in(key, 1), draws), len(scales))
-    values = _values(cell, how, in_features, batch, stacked, keys)
+    values = _values(cell, roles, in_features, batch, stacked, keys)
     results = []
     for number, (statement, value) in enumerate(zip(_STATEMENTS, values, strict=True), 1):
         text, quantity, limit = statement
@@ -433,15 +433,15 @@ def scaled(params: Params, scale: float) -> Any:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _values(
-    cell: Cell, how: Reading, in_features: int, batch: int, params: Params, keys: jax.Array
+    cell: Cell, roles: Reading, in_features: int, batch: int, params: Params, keys: jax.Array
 ) -> tuple[jax.Array, ...]:
     """The five values of every lane, each ``[lanes]``."""
 
     def lane(params: Params, key: jax.Array) -> tuple[jax.Array, ...]:
         memory, states, feedback = jax.random.split(key, 3)
         drift = _drift(cell, params, memory, in_features)
-        top, slope_top, slope_mean = _reading_sizes(cell, how, params, states, in_features)
-        growth = _growth(cell, how, params, feedback, in_features, batch)
+        top, slope_top, slope_mean = _reading_sizes(cell, roles, params, states, in_features)
+        growth = _growth(cell, roles, params, feedback, in_features, batch)
         return drift, _ratio(top), jnp.min(slope_mean), _ratio(slope_top), growth
 
     return jax.vmap(lane)(params, keys)
@@ -449,8 +449,8 @@ def _values(
 
 def _ratio(sizes: jax.Array) -> jax.Array:
     """The last size over the last but one; 0 stays 0."""
-    before, last = sizes[-2], sizes[-1]
-    return jnp.where(last == 0, 0.0, last / before)
+    previous, last = sizes[-2], sizes[-1]
+    return jnp.where(last == 0, 0.0, last / previous)
 
 
 def _random_carry(cell: Cell, key: jax.Array, batch_shape: tuple[int, ...]) -> Carry:
@@ -469,33 +469,33 @@ def _drift(cell: Cell, params: Params, key: jax.Array, in_features: int) -> jax.
     carry = _random_carry(cell, carry_key, ())
     xs = jax.random.normal(x_key, (GAPS, in_features), carry_dtype(carry))
     steps = step_jacobians(cell, params, xs, carry)
-    own = jnp.abs(jnp.diagonal(state_jacobians(steps).matrix, axis1=-2, axis2=-1))[1:]
-    change = jnp.max(jnp.abs(own / own[:1] - 1), axis=0)
-    change = jnp.where((own[0] >= SMALLEST_INFLUENCE) & ~jnp.isnan(change), change, jnp.inf)
+    influence = jnp.abs(jnp.diagonal(state_jacobians(steps).matrix, axis1=-2, axis2=-1))[1:]
+    change = jnp.max(jnp.abs(influence / influence[:1] - 1), axis=0)
+    change = jnp.where((influence[0] >= SMALLEST_INFLUENCE) & ~jnp.isnan(change), change, jnp.inf)
     return jnp.min(change)
 
 
 def _reading_sizes(
-    cell: Cell, how: Reading, params: Params, key: jax.Array, in_features: int
+    cell: Cell, roles: Reading, params: Params, key: jax.Array, in_features: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Criteria 2-4: sup |gamma|, sup |gamma'| and mean |gamma'| at every size of the state."""
     carry_key, x_key = jax.random.split(key)
-    others = _random_carry(cell, carry_key, (_STATES,))
-    remembered = get_field(others, how.remembered)
+    base_carry = _random_carry(cell, carry_key, (_STATES,))
+    remembered = get_field(base_carry, roles.remembered)
     directions = remembered.reshape(_STATES, -1)
     norm = jnp.sqrt(jnp.mean(directions**2, axis=-1, keepdims=True))
     directions = directions / norm
     z = cell.project(params, jax.random.normal(x_key, (_STATES, in_features)))
-    gamma = how.gamma
-    whole = gamma if gamma is not None else _through_emit(cell, how, params, others, z)
+    gamma = roles.gamma
+    readout = gamma if gamma is not None else _through_emit(cell, roles, params, base_carry, z)
 
-    def read(state: jax.Array) -> jax.Array:
-        return whole(state.reshape(remembered.shape)).reshape(_STATES, -1)
+    def value_of(state: jax.Array) -> jax.Array:
+        return readout(state.reshape(remembered.shape)).reshape(_STATES, -1)
 
     def sizes(scale: jax.Array) -> tuple[jax.Array, ...]:
         state = directions * scale.astype(directions.dtype)
-        value = read(state)
-        slopes = _jacobian(read, state)  # [states, out, in]
+        value = value_of(state)
+        slopes = _jacobian(value_of, state)  # [states, out, in]
         return value, slopes
 
     value, slopes = jax.lax.map(sizes, jnp.asarray([10.0**k for k in EXPONENTS]))
@@ -508,22 +508,22 @@ def _reading_sizes(
 
 
 def _through_emit(
-    cell: Cell, how: Reading, params: Params, others: Carry, z: Any
+    cell: Cell, roles: Reading, params: Params, base_carry: Carry, z: Any
 ) -> Callable[[jax.Array], jax.Array]:
     """The map from the remembered field to y by emit, or by a step and emit."""
 
     def emit(state: jax.Array) -> jax.Array:
-        return cell.emit(params, set_field(others, how.remembered, state), z)
+        return cell.emit(params, set_field(base_carry, roles.remembered, state), z)
 
     def step_and_emit(state: jax.Array) -> jax.Array:
-        carry = cell.step(params, set_field(others, how.remembered, state), z)
+        carry = cell.step(params, set_field(base_carry, roles.remembered, state), z)
         return cell.emit(params, carry, z)
 
     # Whether emit reads the field is a question of structure: ask the program, not numbers.
-    traced = jax.make_jaxpr(emit)(get_field(others, how.remembered))
+    traced = jax.make_jaxpr(emit)(get_field(base_carry, roles.remembered))
     inputs = set(traced.jaxpr.invars)
-    used = {v for eqn in traced.jaxpr.eqns for v in eqn.invars if not hasattr(v, "val")}
-    reads = inputs & (used | {v for v in traced.jaxpr.outvars if not hasattr(v, "val")})
+    operands = {v for eqn in traced.jaxpr.eqns for v in eqn.invars if not hasattr(v, "val")}
+    reads = inputs & (operands | {v for v in traced.jaxpr.outvars if not hasattr(v, "val")})
     return emit if reads else step_and_emit
 
 
@@ -538,10 +538,10 @@ def _jacobian(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
 
 
 def _growth(
-    cell: Cell, how: Reading, params: Params, key: jax.Array, in_features: int, batch: int
+    cell: Cell, roles: Reading, params: Params, key: jax.Array, in_features: int, batch: int
 ) -> jax.Array:
     """Criterion 5: max |r| late over max |r| early; keeps no sequence."""
-    if not how.recurrent:
+    if not roles.recurrent:
         return jnp.zeros(())
     carry_key, x_key = jax.random.split(key)
     start = _random_carry(cell, carry_key, (batch,))
@@ -552,7 +552,7 @@ def _growth(
         return cell.step(params, carry, z_t), None
 
     def size(carry: Carry) -> jax.Array:
-        fields = [jnp.abs(get_field(carry, name)) for name in how.recurrent]
+        fields = [jnp.abs(get_field(carry, name)) for name in roles.recurrent]
         return jnp.max(jnp.stack([jnp.max(field) for field in fields]))
 
     def period(carry: Carry, _: None) -> tuple[Carry, jax.Array]:

@@ -220,9 +220,9 @@ def refined(law: TimescaleLaw) -> TimescaleLaw:
             return 1 / (1 - high)
 
     def quantile(q: Any) -> Array:
-        rest = 1 / law.quantile(q)  # 1 - f; 1 - g = (1 - f) (1 - f + 2 f^2), without cancelling
+        leak = 1 / law.quantile(q)  # 1 - f; 1 - g = (1 - f) (1 - f + 2 f^2), without cancelling
         with np.errstate(divide="ignore"):
-            return 1 / (rest * (rest + 2 * (1 - rest) ** 2))
+            return 1 / (leak * (leak + 2 * (1 - leak) ** 2))
 
     return TimescaleLaw(
         f"{law.name}, refined",
@@ -331,8 +331,8 @@ def pareto_fit(key: jax.Array, features: int = 1024, draws: int = 100_000) -> di
     periods = np.sort(1 + np.exp(b))
     survival = 1 - (np.arange(draws) + 0.5) / draws
     survival = 1 / features + (1 - 2 / features) * survival  # as if u were in [0, 1]
-    kept = survival >= 0.01
-    slope = np.polyfit(np.log(periods[kept]), np.log(survival[kept]), 1)[0]
+    selection = survival >= 0.01
+    slope = np.polyfit(np.log(periods[selection]), np.log(survival[selection]), 1)[0]
     return {"distance": distance(periods, uniform_gates(features)), "shape": float(-slope)}
 
 

@@ -179,11 +179,11 @@ class GatedDecay(SlotMap):
             return super().init(key, in_features, cell)
         key, start_key, own_key = jax.random.split(key, 3)
         params, dtype = super().init(key, in_features, cell), cell.param_dtype
-        for s, start in self.gate.slot_bias(start_key, cell.units, dtype).items():
+        for s, offset in self.gate.slot_bias(start_key, cell.units, dtype).items():
             if s in params["bias"]:
-                params["bias"][s] = params["bias"][s] + start
-        own = self.gate.init(own_key, cell.units, dtype)
-        return {**params, "gate": own} if own else params
+                params["bias"][s] = params["bias"][s] + offset
+        gate_params = self.gate.init(own_key, cell.units, dtype)
+        return {**params, "gate": gate_params} if gate_params else params
 
     def project(self, params: Params, x: jax.Array, dtype: Any) -> dict[str, jax.Array]:
         return linear_project(params, x, gate=self.gate, dtype=dtype)
@@ -384,7 +384,7 @@ class GATO(Cell):
             "f": self.f.init(f_key, in_features, self),
             "g": self.g.init(g_key, in_features, self),
         }
-        return {name: own for name, own in params.items() if own}  # Flax keeps no empty dicts
+        return {name: tree for name, tree in params.items() if tree}  # Flax keeps no empty dicts
 
     @nn.nowrap
     def initial(self, batch_shape: Sequence[int]) -> GATOState:

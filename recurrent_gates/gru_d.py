@@ -53,8 +53,8 @@ def gru_d_inputs(values: jax.Array, times: jax.Array, resets: jax.Array | None =
         times = times if np.nanmax(times, initial=0) < 2**31 else times.astype(float)
     values, times = jnp.asarray(values), jnp.asarray(times)
     if times.dtype.itemsize < 4:
-        whole = jnp.issubdtype(times.dtype, jnp.integer)
-        times = times.astype(jnp.int32 if whole else jnp.float32)
+        is_integer = jnp.issubdtype(times.dtype, jnp.integer)
+        times = times.astype(jnp.int32 if is_integer else jnp.float32)
     if values.ndim < 2 or not jnp.issubdtype(values.dtype, jnp.floating):
         raise ValueError(
             f"values must be a floating array [T, *batch, V], got {checks.described(values)}."
@@ -64,23 +64,23 @@ def gru_d_inputs(values: jax.Array, times: jax.Array, resets: jax.Array | None =
     starts = checks.mask("resets", resets, times.shape[0], times.shape[1:])
     starts = jnp.zeros(times.shape, bool) if starts is None else starts
 
-    def step(state: tuple[jax.Array, jax.Array, jax.Array], at: Any) -> tuple[Any, jax.Array]:
-        value, time, start = at
-        last, before, begun = state  # before: the time of the last measurement
+    def step(state: tuple[jax.Array, jax.Array, jax.Array], moment: Any) -> tuple[Any, jax.Array]:
+        value, time, start = moment
+        last, last_time, has_begun = state  # last_time: that of the last measurement
         last = jnp.where(start, 0, last)
-        begun = begun & ~start
-        before = jnp.where(begun, before, time)
+        has_begun = has_begun & ~start
+        last_time = jnp.where(has_begun, last_time, time)
         padding = jnp.isnan(time)
         measured = ~jnp.isnan(value) & ~padding
         last = jnp.where(measured, value, last)
-        since = (time - before).astype(value.dtype)  # rounded after the difference is taken
-        inputs = jnp.concatenate([last, measured.astype(value.dtype), since], axis=-1)
-        state = last, jnp.where(measured, time, before), begun | ~padding
+        elapsed = (time - last_time).astype(value.dtype)  # rounded after the difference is taken
+        inputs = jnp.concatenate([last, measured.astype(value.dtype), elapsed], axis=-1)
+        state = last, jnp.where(measured, time, last_time), has_begun | ~padding
         return state, jnp.where(padding, 0, inputs)
 
-    nothing = jnp.zeros_like(values[0])
-    never = jnp.zeros((*times.shape[1:], 1), bool)
-    state = nothing, jnp.zeros_like(nothing, times.dtype), never
+    zeros = jnp.zeros_like(values[0])
+    no_flags = jnp.zeros((*times.shape[1:], 1), bool)
+    state = zeros, jnp.zeros_like(zeros, times.dtype), no_flags
     return jax.lax.scan(step, state, (values, times[..., None], starts[..., None]))[1]
 
 
@@ -112,13 +112,13 @@ def gru_d_project(params: Params, x: jax.Array, *, dtype: Any = None) -> dict[st
             "makes three features of each."
         )
     dtype = dtype or jnp.result_type(x, kernel["state"])
-    last, measured, since = jnp.split(x, 3, axis=-1)
-    rate = jax.nn.relu(lead(kernel["input"], since) * since + lead(bias["input"], since))
+    last, measured, elapsed = jnp.split(x, 3, axis=-1)
+    rate = jax.nn.relu(lead(kernel["input"], elapsed) * elapsed + lead(bias["input"], elapsed))
     decayed = jnp.exp(-rate) * last  # decay of the input towards the mean, which is 0
     imputed = measured * last + (1 - measured) * decayed
-    read = jnp.concatenate([imputed, measured.astype(imputed.dtype)], axis=-1)
-    z = linear_project(params, read, dtype=dtype)
-    rate = since.astype(dtype) @ kernel["state"].astype(dtype)
+    features = jnp.concatenate([imputed, measured.astype(imputed.dtype)], axis=-1)
+    z = linear_project(params, features, dtype=dtype)
+    rate = elapsed.astype(dtype) @ kernel["state"].astype(dtype)
     return {**z, "decay": jax.nn.relu(rate + lead(bias["state"].astype(dtype), rate))}
 
 

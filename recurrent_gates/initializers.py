@@ -66,11 +66,11 @@ def uniform_gate_bias(
             f"got d = {features}."
         )
     shape = (features,) if shape is None else checks.shape("shape", shape)
-    u = jax.random.uniform(key, shape, _drawn(dtype), 1 / features, 1 - 1 / features)
+    u = jax.random.uniform(key, shape, _draw_dtype(dtype), 1 / features, 1 - 1 / features)
     return (jnp.log(u) - jnp.log1p(-u)).astype(dtype)
 
 
-def _drawn(dtype: Any) -> Any:
+def _draw_dtype(dtype: Any) -> Any:
     """The dtype of a draw: bfloat16 has no number between 1 - 1/128 and 1 to draw."""
     return dtype if jnp.dtype(dtype).itemsize >= 4 else jnp.float32
 
@@ -99,11 +99,11 @@ def chrono_bias(
       ValueError: if ``tmax`` is 2 or less, or not finite.
     """
     checks.key("key", key)
-    shape, wanted, dtype = checks.shape("shape", shape), dtype, _drawn(dtype)
+    shape, result_dtype, dtype = checks.shape("shape", shape), dtype, _draw_dtype(dtype)
     if tmax is not None:
         if isinstance(tmax, str) or not 2 < tmax < math.inf:
             raise ValueError(f"Chrono initialisation needs a finite tmax above 2, got {tmax!r}.")
-        return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, tmax - 1.0)).astype(wanted)
+        return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, tmax - 1.0)).astype(result_dtype)
     k = np.arange(1, _CHRONO_TABLE + 1, dtype=np.float64)
     # Beyond the table 1/(k log^2(k+1)) integrates to 1/log k.
     edge = math.log(_CHRONO_TABLE + 1.0)
@@ -116,7 +116,7 @@ def chrono_bias(
     tail = 1 / survival  # P(T > t) = 1/log t there, so log T = 1/P
     head = jnp.asarray(np.log(k), dtype)[jnp.minimum(index, _CHRONO_TABLE - 1)]
     tail = jnp.maximum(tail, jnp.asarray(edge, dtype))
-    return jnp.where(index < _CHRONO_TABLE, head, tail).astype(wanted)
+    return jnp.where(index < _CHRONO_TABLE, head, tail).astype(result_dtype)
 
 
 def orthogonal(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -> jax.Array:
@@ -130,7 +130,7 @@ def orthogonal(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float32) -
     Returns:
       An array whose rows or columns, whichever are fewer, are orthonormal.
     """
-    return _ORTHOGONAL(key, tuple(shape), _drawn(dtype)).astype(dtype)
+    return _ORTHOGONAL(key, tuple(shape), _draw_dtype(dtype)).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,8 +56,8 @@ def from_torch(state_dict: Mapping[str, Any]) -> list[Layer]:
     if "weight_hh_l0" not in arrays:
         raise ValueError("The state dict has no weight_hh_l0, so it is no torch LSTM or GRU.")
     layers = 1 + max(int(_NAME.fullmatch(name)[3]) for name in arrays)  # type: ignore[index]
-    both = any(name.endswith("_reverse") for name in arrays)
-    directions = _SUFFIXES if both else {"forward": ""}
+    is_bidirectional = any(name.endswith("_reverse") for name in arrays)
+    directions = _SUFFIXES if is_bidirectional else {"forward": ""}
     return [
         {name: _params(arrays, f"_l{layer}{suffix}") for name, suffix in directions.items()}
         for layer in range(layers)
@@ -67,10 +67,10 @@ def from_torch(state_dict: Mapping[str, Any]) -> list[Layer]:
 def _without_prefix(state_dict: Any) -> dict[str, np.ndarray]:
     """Names without their common prefix, to arrays."""
     if not isinstance(state_dict, Mapping):
-        has_one = " pass its state_dict()." if hasattr(state_dict, "state_dict") else ""
+        hint = " pass its state_dict()." if hasattr(state_dict, "state_dict") else ""
         raise ValueError(
             "from_torch needs a state dict, a mapping of names to arrays, got "
-            f"{described(state_dict)}{':' if has_one else '.'}{has_one}"
+            f"{described(state_dict)}{':' if hint else '.'}{hint}"
         )
     matches = {name: _NAME.fullmatch(name) for name in state_dict if isinstance(name, str)}
     unknown = [str(name) for name in state_dict if not matches.get(name)]
@@ -143,7 +143,7 @@ def to_torch(layers: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, np.
         GRU(reset="after") with plain gates, or if there are heads.
     """
     _check_layers(layers)
-    _check_whole(layers)
+    _check_matrices(layers)
     state_dict = {}
     for layer, directions in enumerate(layers):
         for direction, params in directions.items():
@@ -155,8 +155,8 @@ def to_torch(layers: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, np.
                     f"{', '.join(params['kernel'])}{' and a gate' if 'gate' in params else ''}."
                 )
             recurrent = params.get("recurrent_bias", {})
-            if more := set(params) - set(_ROLES):
-                raise ValueError(f"torch's LSTM and GRU have no {', '.join(sorted(more))}.")
+            if extra := set(params) - set(_ROLES):
+                raise ValueError(f"torch's LSTM and GRU have no {', '.join(sorted(extra))}.")
             if "reset" in slots and "u" not in recurrent:
                 raise ValueError(
                     'torch has GRU(reset="after"), whose candidate has a recurrent bias; these '
@@ -174,7 +174,7 @@ def to_torch(layers: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, np.
     return state_dict
 
 
-def _check_whole(layers: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
+def _check_matrices(layers: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
     for directions in layers:
         for params in directions.values():
             for slot, kernel in params["recurrent_kernel"].items():

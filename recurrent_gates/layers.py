@@ -156,12 +156,12 @@ class RNN(nn.Module):
         return (carry, ys) if return_carry else ys
 
 
-def _flags(layer: RNN | Stack, *given: bool | None) -> tuple[bool, ...]:
+def _flags(layer: RNN | Stack, *options: bool | None) -> tuple[bool, ...]:
     """The options of a call, those of the layer in the place of None."""
     names = ("return_carry", "time_major", "reverse", "keep_order")
     return tuple(
         checks.flag(name, getattr(layer, name) if value is None else value)
-        for name, value in zip(names, given, strict=True)
+        for name, value in zip(names, options, strict=True)
     )
 
 
@@ -183,8 +183,8 @@ def _laid_out(
 
 def _carry_key(layer: nn.Module, carry_fns: Sequence[CarryFn]) -> jax.Array | None:
     """A key from the rng collection "carry", if there is one and a function draws."""
-    drawn = any(fn.draws for fn in carry_fns) and layer.has_rng("carry")
-    return layer.make_rng("carry") if drawn else None
+    needs_key = any(fn.draws for fn in carry_fns) and layer.has_rng("carry")
+    return layer.make_rng("carry") if needs_key else None
 
 
 def _sequence_shape(
@@ -246,8 +246,8 @@ class Stack(nn.Module):
 
     def __post_init__(self) -> None:
         if not isinstance(self.cells, Sequence) or isinstance(self.cells, str):
-            got = checks.described(self.cells)
-            raise ValueError(f"Stack needs a sequence of cells, got {got}.")
+            text = checks.described(self.cells)
+            raise ValueError(f"Stack needs a sequence of cells, got {text}.")
         if not self.cells:
             raise ValueError("Stack needs at least one cell.")
         for cell in self.cells:
@@ -339,20 +339,20 @@ class Stack(nn.Module):
     ) -> list[tuple[Noise, ...]]:
         key = _carry_key(self, [fn for fns in per_layer for fn in fns])
 
-        def own(index: int) -> jax.Array | None:
+        def layer_key(index: int) -> jax.Array | None:
             if key is None or self.shared_noise:
                 return key
             return jax.random.fold_in(key, index)
 
-        return [draw_noise(fns, own(i), steps, batch) for i, fns in enumerate(per_layer)]
+        return [draw_noise(fns, layer_key(i), steps, batch) for i, fns in enumerate(per_layer)]
 
 
 def _check_entries(count: int, masks: Sequence[Any] | None, **entries: Sequence | None) -> None:
     """One sentence if what has an entry per layer has another number of them."""
     for name, value in entries.items():
         if value is not None and (checks.is_array(value) or len(value) != count):
-            got = checks.described(value) if checks.is_array(value) else len(value)
-            raise ValueError(f"{name} needs one entry per layer: {count}, got {got}.")
+            text = checks.described(value) if checks.is_array(value) else len(value)
+            raise ValueError(f"{name} needs one entry per layer: {count}, got {text}.")
     if masks is not None and len(masks) != count - 1:
         raise ValueError(
             f"masks needs one entry per layer but the last: {count - 1}, got {len(masks)}."

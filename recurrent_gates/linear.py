@@ -20,7 +20,7 @@ from jax import export
 
 from recurrent_gates import checks
 from recurrent_gates.base import Activation, Cell, HiddenState, linear_project
-from recurrent_gates.declared import Params, Slots, state_dtype
+from recurrent_gates.declared import Params, Slots, redefined, state_dtype
 from recurrent_gates.gates import Gate
 from recurrent_gates.initializers import Initializer
 from recurrent_gates.shapes import lead
@@ -60,7 +60,7 @@ class _InputGated(Cell):
 
     @property
     def linear(self) -> bool:
-        return True
+        return redefined(self, "gates", "linear") is None  # gates of one's own may read the carry
 
     @property
     def _gate(self) -> Gate:
@@ -83,10 +83,10 @@ class _InputGated(Cell):
             },
             "bias": {s: self.bias_init(next(keys), (w,), dtype) for s, w in slots.items()},
         }
-        for s, start in self._gate.slot_bias(next(keys), self.features, dtype).items():
-            params["bias"][s] = params["bias"][s] + start
-        own = self._gate.init(next(keys), self.features, dtype)
-        return {**params, "gate": own} if own else params
+        for s, offset in self._gate.slot_bias(next(keys), self.features, dtype).items():
+            params["bias"][s] = params["bias"][s] + offset
+        gate_params = self._gate.init(next(keys), self.features, dtype)
+        return {**params, "gate": gate_params} if gate_params else params
 
     @nn.nowrap
     def initial(self, batch_shape: Sequence[int]) -> HiddenState:
@@ -185,20 +185,20 @@ class MinLSTM(_InputGated):
         if self.gate.tied:  # f + i = 1
             f, i = self.gate.activate(pre)
         else:
-            share = self._log_of_ratio(pre)
-            f, i = jax.nn.sigmoid(share), jax.nn.sigmoid(-share)  # Feng et al., 3.2.3
+            log_ratio = self._log_of_ratio(pre)
+            f, i = jax.nn.sigmoid(log_ratio), jax.nn.sigmoid(-log_ratio)  # Feng et al., 3.2.3
         return {"f": f, "i": i, "u": self.activation(pre["u"])}
 
     @nn.nowrap
     def _log_of_ratio(self, pre: Slots) -> jax.Array:
         """log(f / i): f / (f + i) is its sigmoid, also where both are too small to be added."""
         gate = self.gate
-        more = gate.master or gate.refine or gate.refine_input or gate.has_own_equations
-        if gate.activation == "sigmoid" and not more:  # the paper's form in log-space, B.2
+        is_modified = gate.master or gate.refine or gate.refine_input or gate.has_own_equations
+        if gate.activation == "sigmoid" and not is_modified:  # the paper's form in log-space, B.2
             return jax.nn.log_sigmoid(pre["f"]) - jax.nn.log_sigmoid(pre["i"])
         f, i = gate.activate(pre)  # 3.2.1
-        least = math.sqrt(jnp.finfo(f.dtype).tiny)  # below it 1 / f times a cotangent may overflow
-        return jnp.log(jnp.maximum(f, least)) - jnp.log(jnp.maximum(i, least))
+        floor = math.sqrt(jnp.finfo(f.dtype).tiny)  # below it 1 / f times a cotangent may overflow
+        return jnp.log(jnp.maximum(f, floor)) - jnp.log(jnp.maximum(i, floor))
 
 
 class RGLRU(_InputGated):
@@ -249,10 +249,10 @@ class RGLRU(_InputGated):
     @nn.nowrap
     def init_params(self, key: jax.Array, in_features: int) -> dict[str, Any]:
         checks.key("key", key)
-        key, own = jax.random.split(key)
+        key, decay_key = jax.random.split(key)
         params = super().init_params(key, in_features)
         dtype = state_dtype(self.param_dtype)
-        powers = jax.random.uniform(own, (self.features,), dtype, self.fastest, self.slowest)
+        powers = jax.random.uniform(decay_key, (self.features,), dtype, self.fastest, self.slowest)
         log_a = jnp.log(powers) / self.rate
         decay = log_a - jnp.log(-jnp.expm1(log_a))  # logit(a)
         return {**params, "decay": decay.astype(self.param_dtype)}
@@ -262,8 +262,8 @@ class RGLRU(_InputGated):
         f, i = self.gate.activate(pre)  # Eq. (1), (2)
         decay = jax.nn.log_sigmoid(params["decay"].astype(f.dtype))
         log_a = self.rate * lead(decay, f) * (1 - f)  # Eq. (3)
-        left = jnp.maximum(-jnp.expm1(2 * log_a), jnp.finfo(f.dtype).tiny)  # the root has a slope
-        return {"f": jnp.exp(log_a), "i": jnp.sqrt(left) * i, "u": pre["u"]}  # Eq. (4)
+        share = jnp.maximum(-jnp.expm1(2 * log_a), jnp.finfo(f.dtype).tiny)  # the root has a slope
+        return {"f": jnp.exp(log_a), "i": jnp.sqrt(share) * i, "u": pre["u"]}  # Eq. (4)
 
 
 class LRUState(NamedTuple):
@@ -373,11 +373,11 @@ class LRU(Cell):
         x = jnp.asarray(x)
         dtype = self.dtype or jnp.result_type(x, params["skip"])
         x, gamma = x.astype(dtype), jnp.exp(params["gamma"])
-        parts = {
+        projections = {
             name: x @ (kernel * lead(gamma, kernel)).astype(dtype)
             for name, kernel in params["kernel"].items()
         }
-        return {**parts, "skip": x @ params["skip"].astype(dtype)}
+        return {**projections, "skip": x @ params["skip"].astype(dtype)}
 
     @nn.nowrap
     def step(self, params: Params, carry: LRUState, z_t: Slots) -> LRUState:

@@ -120,8 +120,8 @@ def _is_bounded(cell: Any, name: str) -> bool:
         return False
     with jax.ensure_compile_time_eval():
         large = jnp.asarray(1e6)
-        kept = cell.sums.bound(name, large)
-    if float(kept) == float(large):
+        bounded = cell.sums.bound(name, large)
+    if float(bounded) == float(large):
         return False
     if cell.sums.rule == "replace":
         raise ValueError(

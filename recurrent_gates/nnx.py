@@ -141,8 +141,8 @@ class _Layer(nnx.Module):
         arrays = any(isinstance(p, (jax.Array, np.ndarray)) for p in jax.tree.leaves(carry_fns))
         self.carry_fns = nnx.data(carry_fns) if arrays else carry_fns
         self.deterministic = deterministic
-        found = {name: _stream(rngs, name) for name in streams}
-        forks = {name: stream.fork() for name, stream in found.items() if stream is not None}
+        sources = {name: _stream(rngs, name) for name in streams}
+        forks = {name: stream.fork() for name, stream in sources.items() if stream is not None}
         self.rngs = nnx.Rngs(forks) if forks else nnx.data(None)
 
     def set_view(self, deterministic: bool | None = None) -> None:
@@ -181,20 +181,20 @@ class _Layer(nnx.Module):
         if keywords.get("carry_fns") is None:
             keywords["carry_fns"] = self.carry_fns
         source = self.rngs if rngs is None else rngs
-        drawn = () if deterministic else self._drawn(keywords)
+        stream_names = () if deterministic else self._stream_names(keywords)
         return self._layer.apply(
             {"params": {name: module.params for name, module in modules.items()}},
             inputs,
-            rngs={name: self._key(source, name) for name in drawn},
+            rngs={name: self._key(source, name) for name in stream_names},
             deterministic=deterministic,
             **keywords,
         )
 
-    def _drawn(self, keywords: Mapping[str, Any]) -> list[str]:
+    def _stream_names(self, keywords: Mapping[str, Any]) -> list[str]:
         """The streams that a call draws from."""
         functions = jax.tree.leaves(keywords["carry_fns"], is_leaf=lambda x: isinstance(x, CarryFn))
-        drawn = any(getattr(fn, "draws", False) for fn in functions)
-        return ["carry"] if drawn and keywords.get("noise") is None else []
+        draws = any(getattr(fn, "draws", False) for fn in functions)
+        return ["carry"] if draws and keywords.get("noise") is None else []
 
     def _key(self, source: nnx.Rngs | nnx.RngStream | None, name: str) -> jax.Array:
         stream = source if isinstance(source, nnx.RngStream) else _stream(source, name)
@@ -288,9 +288,9 @@ class Stack(_Layer):
         streams = ["carry", "dropout"]
         super().__init__(layer, modules, streams, rngs, carry_fns, deterministic)
 
-    def _drawn(self, keywords: Mapping[str, Any]) -> list[str]:
+    def _stream_names(self, keywords: Mapping[str, Any]) -> list[str]:
         drops = self._layer.dropout > 0 and len(self._names) > 1 and keywords.get("masks") is None
-        return super()._drawn(keywords) + ["dropout"] * drops
+        return super()._stream_names(keywords) + ["dropout"] * drops
 
 
 def to_linen(module: nnx.Module) -> dict[str, Any]:
@@ -317,19 +317,21 @@ def load_linen(module: nnx.Module, params: Mapping[str, Any]) -> None:
       ValueError: if names or shapes are not those of the module; it is left as it was.
     """
     state = nnx.to_flat_state(nnx.state(module, nnx.Param))
-    wanted = {path: jnp.shape(leaf.get_value()) for path, leaf in state}
+    expected_shapes = {path: jnp.shape(leaf.get_value()) for path, leaf in state}
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     arrays = {tuple(_name(entry) for entry in path): leaf for path, leaf in flat}
     shapes = {path: jnp.shape(leaf) for path, leaf in arrays.items()}
     hint = " (give variables['params'])" if "params" in params else ""
-    for path in [*wanted, *shapes]:
-        if wanted.get(path) != shapes.get(path):
-            expected, got = (
+    for path in [*expected_shapes, *shapes]:
+        if expected_shapes.get(path) != shapes.get(path):
+            expected, actual = (
                 f"one of shape {tree[path]}" if path in tree else "none"
-                for tree in (wanted, shapes)
+                for tree in (expected_shapes, shapes)
             )
             name = "/".join(map(str, path))
-            raise ValueError(f"The module expects {expected} as parameter {name}, got {got}{hint}.")
+            raise ValueError(
+                f"The module expects {expected} as parameter {name}, got {actual}{hint}."
+            )
     loaded = [(path, leaf.replace(jnp.asarray(arrays[path]))) for path, leaf in state]
     nnx.update(module, nnx.from_flat_state(loaded))
 
@@ -404,8 +406,8 @@ def _check_inputs(module: Cell, inputs: Any) -> None:
     """Raises ValueError if the last axes of inputs are not as wide as the cell was made for."""
     shapes = jax.tree.map(jnp.shape, inputs)
     widths = jax.tree.map(lambda x: jnp.shape(x)[-1:], inputs)
-    wanted = jax.tree.map(lambda width: (width,), module.in_features)
-    if widths != wanted:
+    expected_widths = jax.tree.map(lambda width: (width,), module.in_features)
+    if widths != expected_widths:
         raise ValueError(
             f"This {type(module.cell).__name__} was made for inputs of width "
             f"{module.in_features}, got shape {shapes}."

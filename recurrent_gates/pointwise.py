@@ -38,16 +38,16 @@ def cos(s: jax.Array) -> jax.Array:
     """
     if s.dtype != jnp.float32:
         return jnp.cos(s)
-    sign, rest = _half_turns(s)
-    return sign * _polynomial(_COSINE, rest * rest)
+    sign, remainder = _half_turns(s)
+    return sign * _polynomial(_COSINE, remainder * remainder)
 
 
 @jax.custom_jvp
 def _sin(s: jax.Array) -> jax.Array:
     if s.dtype != jnp.float32:
         return jnp.sin(s)
-    sign, rest = _half_turns(s)
-    return sign * rest * _polynomial(_SINE, rest * rest)
+    sign, remainder = _half_turns(s)
+    return sign * remainder * _polynomial(_SINE, remainder * remainder)
 
 
 @cos.defjvp
@@ -64,8 +64,8 @@ def _half_turns(s: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(-1)^n and s - n pi for the nearest whole n; cos(s) is the one times the other's cos."""
     turns = jnp.round(s / math.pi)
     sign = 1 - 2 * wrap(turns, 2.0)
-    rest = _less(s, turns, math.pi)
-    return sign, jnp.clip(rest, -math.pi / 2, math.pi / 2)  # a huge s has no digits left
+    remainder = _less(s, turns, math.pi)
+    return sign, jnp.clip(remainder, -math.pi / 2, math.pi / 2)  # a huge s has no digits left
 
 
 @jax.custom_jvp

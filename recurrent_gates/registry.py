@@ -27,8 +27,8 @@ class UnknownCellError(KeyError):
 
 class _Registry(dict[str, Callable[..., Cell]]):
     def __missing__(self, name: str) -> Callable[..., Cell]:
-        near = difflib.get_close_matches(str(name), self, n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(self)}."
+        matches = difflib.get_close_matches(str(name), self, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(matches)}?" if matches else f"known: {', '.join(self)}."
         raise UnknownCellError(f"There is no cell named {name!r}; {hint}")
 
 
@@ -59,13 +59,13 @@ def _gato(
     if "hidden" in fields:
         g = functools.partial(g, hidden=fields.pop("hidden"))
     if gate is not None:
-        own = {name: fields.pop(name) for name in _GATE_FIELDS if name in fields}
-        gate = dataclasses.replace(gate, **own)
+        changes = {name: fields.pop(name) for name in _GATE_FIELDS if name in fields}
+        gate = dataclasses.replace(gate, **changes)
     return GATO(features, **{"f": GatedDecay(rate, gate), "g": g(), **fields})
 
 
 def _registry() -> _Registry:
-    before = functools.partial(GRU, reset="before")
+    reset_before_gru = functools.partial(GRU, reset="before")
     cells: dict[str, Callable[..., Cell]] = {
         "lstm": functools.partial(_gated, LSTM, GATES["standard"]),
         "gru": functools.partial(_gated, GRU, GRU.gate),
@@ -90,7 +90,7 @@ def _registry() -> _Registry:
         cells[family] = functools.partial(_gated, cell, GATES["standard"])
     gated: dict[str, Callable[..., Cell]] = {
         "lstm": LSTM,
-        "gru": before,
+        "gru": reset_before_gru,
         "janet": JANET,
         "mingru": MinGRU,
         "minlstm": MinLSTM,

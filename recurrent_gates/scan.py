@@ -100,10 +100,10 @@ class Settings(NamedTuple):
       reverse: whether time runs backwards.
       unroll: steps per iteration of the loop.
       keep_carries: whether the carries of all steps are asked for.
-      keep: whether chunks keep for the backward pass what a backend has marked with ``kept``;
-        the rest of a chunk is always computed again.
+      keep: whether chunks keep for the backward pass what a backend has marked with
+        ``mark_residuals``; the rest of a chunk is always computed again.
       remat_steps: whether ``scan_segment`` keeps for the backward pass the carries alone and what
-        is marked with ``kept``, and computes the rest of each step again.
+        is marked with ``mark_residuals``, and computes the rest of each step again.
       by_lengths: whether the valid steps of each example are its first.
     """
 
@@ -179,12 +179,12 @@ class Form(Protocol):
         """Runs a loop that it serves."""
 
 
-_KEPT = "recurrent_gates.kept"
+_RESIDUALS = "recurrent_gates.kept"
 
 
-def kept(tree: Any) -> Any:
+def mark_residuals(tree: Any) -> Any:
     """Marks arrays that a chunk had better keep than compute again."""
-    return checkpoint_name(tree, _KEPT)
+    return checkpoint_name(tree, _RESIDUALS)
 
 
 def select(mask: jax.Array | None, on_true: Carry, on_false: Carry) -> Carry:
@@ -227,8 +227,8 @@ def scan_segment(loop: Loop) -> Segment:
         return carry, (y, carry if settings.keep_carries else None)
 
     if settings.remat_steps:
-        only_kept = jax.checkpoint_policies.save_only_these_names(_KEPT)
-        body = jax.checkpoint(body, prevent_cse=False, policy=only_kept)
+        policy = jax.checkpoint_policies.save_only_these_names(_RESIDUALS)
+        body = jax.checkpoint(body, prevent_cse=False, policy=policy)
     carry, (ys, carries) = jax.lax.scan(
         body, loop.carry, (z, loop.stream), reverse=settings.reverse, unroll=settings.unroll
     )
@@ -308,9 +308,9 @@ def unroll(
     shape = sequence_shape(cell, params, xs, reset_carry if carry is None else carry)
     initial = cell.initial(shape[1:])
     carry = initial if carry is None else checks.carry("carry", carry, initial)
-    anew = initial if reset_carry is None else checks.carry("reset_carry", reset_carry, initial)
+    restart = initial if reset_carry is None else checks.carry("reset_carry", reset_carry, initial)
     checks.params(cell, params, xs.shape[-1] if checks.is_array(xs) else None)
-    _check_width(cell, params, xs, carry)
+    check_width(cell, params, xs, carry)
     reverse = checks.flag("reverse", reverse)
     deterministic = checks.flag("deterministic", deterministic)
     if return_carries not in ("last", "all"):
@@ -327,7 +327,7 @@ def unroll(
     if key is not None:
         checks.key("key", key)
     if deterministic:
-        noise = (None,) * len(carry_fns)
+        noise = checks.no_noise(noise, len(carry_fns))
     elif noise is None:
         noise = draw_noise(carry_fns, key, shape[0], shape[1:])
     noise = checks.noise(noise, len(carry_fns), shape[0])
@@ -338,19 +338,19 @@ def unroll(
     keep = return_carries == "all"
     settings = Settings(cell, len(shape) - 1, reverse, unroll, keep, by_lengths=by_lengths)
     stream = Stream(valid, resets, noise)
-    loop = all_varying(Loop(settings, params, xs, carry, anew, carry_fns, stream))
+    loop = all_varying(Loop(settings, params, xs, carry, restart, carry_fns, stream))
     out = _run(loop, _backend(backend), remat, empty=0 in shape)
     return (out.carries if keep else out.carry), out.ys
 
 
 def _run(loop: Loop, backend: Backend, remat: int | None, *, empty: bool) -> Segment:
     """The loop by its backend, in the chunks that were asked for or that the backend wants."""
-    chosen = _resolve(backend, loop)
+    choice = _resolve(backend, loop)
     remat_steps = loop.settings.cell._remats_steps and target.platform() == "cpu"
-    if chosen is Backend.SCAN or empty:  # nothing to speed up
+    if choice is Backend.SCAN or empty:  # nothing to speed up
         segment, chunk = scan_segment, _large(loop, remat_steps)
     else:
-        segment, chunk = _form(chosen).segment, _form(chosen).chunk(loop)
+        segment, chunk = _form(choice).segment, _form(choice).chunk(loop)
     keep = chunk is not None and remat is None
     loop = loop.replace(settings=loop.settings._replace(keep=keep))
     length = remat or chunk
@@ -366,16 +366,16 @@ def _large(loop: Loop, remat_steps: bool) -> int | None:
     out: then the carries of all steps are most of what would be kept.
     """
     carry_bytes = _bytes(loop.carry)
-    kept_anyway = _LARGE_OF_STEPS if remat_steps else _LARGE
-    if loop.symbolic or loop.steps * carry_bytes <= kept_anyway:
+    limit = _LARGE_OF_STEPS if remat_steps else _LARGE
+    if loop.symbolic or loop.steps * carry_bytes <= limit:
         return None
     cell = loop.settings.cell
 
-    def passing(xs: Any) -> Any:
+    def step_values(xs: Any) -> Any:
         z = cell.project(loop.params, jax.tree.map(lambda x: x[0], xs))
         return z, cell.emit(loop.params, loop.carry, z)
 
-    if carry_bytes <= _LARGER * _bytes(jax.eval_shape(passing, loop.xs)):
+    if carry_bytes <= _LARGER * _bytes(jax.eval_shape(step_values, loop.xs)):
         return None
     return math.isqrt(loop.steps - 1) + 1
 
@@ -388,9 +388,9 @@ def _backend(name: str | Backend) -> Backend:
     try:
         return Backend(name)
     except ValueError:
-        known = ", ".join(repr(backend.value) for backend in Backend)
-        got = checks.described(name)
-        raise ValueError(f"backend must be one of {known}, got {got}.") from None
+        names = ", ".join(repr(backend.value) for backend in Backend)
+        text = checks.described(name)
+        raise ValueError(f"backend must be one of {names}, got {text}.") from None
 
 
 def _resolve(backend: Backend, loop: Loop) -> Backend:
@@ -429,32 +429,32 @@ def _log_choice(cell: str, choice: str, platform: str, because: str) -> None:
 
 
 # Chunks of time. Of a chunk only its first carry is kept for the backward pass, and what its
-# backend has marked with ``kept``, if ``settings.keep``; all else is formed again, a chunk at a
-# time. [T, ...] is [count, length, ...] and a rest that is shorter: in time the rest comes last,
-# which makes it the first to run where time runs backwards.
+# backend has marked with ``mark_residuals``, if ``settings.keep``; all else is formed again, a
+# chunk at a time. [T, ...] is [count, length, ...] and a rest that is shorter: in time the rest
+# comes last, which makes it the first to run where time runs backwards.
 
 
 def _chunked(segment: Callable[[Loop], Segment], loop: Loop, length: int) -> Segment:
     """A loop in chunks of ``length`` steps, each rematerialised."""
-    whole = loop.steps // length * length
+    full_steps = loop.steps // length * length
 
-    def first(carry: Carry) -> Segment:
-        return _whole_chunks(segment, _stretch(loop, carry, slice(whole)), length)
+    def full_chunks(carry: Carry) -> Segment:
+        return _whole_chunks(segment, _stretch(loop, carry, slice(full_steps)), length)
 
-    def rest(carry: Carry) -> Segment:
-        stretch = _stretch(loop, carry, slice(whole, None))
+    def remainder(carry: Carry) -> Segment:
+        stretch = _stretch(loop, carry, slice(full_steps, None))
         return _rematerialised(segment, stretch, in_scan=False)
 
-    if whole == loop.steps:
-        return first(loop.carry)
-    if not whole:
-        return rest(loop.carry)
+    if full_steps == loop.steps:
+        return full_chunks(loop.carry)
+    if not full_steps:
+        return remainder(loop.carry)
     if loop.settings.reverse:
-        tail = rest(loop.carry)
-        head = first(tail.carry)
+        tail = remainder(loop.carry)
+        head = full_chunks(tail.carry)
     else:
-        head = first(loop.carry)
-        tail = rest(head.carry)
+        head = full_chunks(loop.carry)
+        tail = remainder(head.carry)
     ys, carries = jax.tree.map(
         lambda a, b: jnp.concatenate([a, b]), (head.ys, head.carries), (tail.ys, tail.carries)
     )
@@ -485,17 +485,19 @@ def _whole_chunks(segment: Callable[[Loop], Segment], loop: Loop, length: int) -
 
 def _rematerialised(segment: Callable[[Loop], Segment], loop: Loop, *, in_scan: bool) -> Segment:
     """A chunk that is computed again in the backward pass, but for what is marked as kept."""
-    keep = jax.checkpoint_policies.save_only_these_names(_KEPT) if loop.settings.keep else None
-    return jax.checkpoint(segment, prevent_cse=not in_scan, policy=keep)(loop)
+    policy = (
+        jax.checkpoint_policies.save_only_these_names(_RESIDUALS) if loop.settings.keep else None
+    )
+    return jax.checkpoint(segment, prevent_cse=not in_scan, policy=policy)(loop)
 
 
 def batch_shape(cell: Cell, carry: Carry) -> tuple[int, ...] | None:
     """The batch dims of a carry; None where it does not have the form of the cell's."""
     leaves = jax.tree.leaves(carry)
-    alone = jax.tree.leaves(jax.eval_shape(lambda: cell.initial(())))
-    if not leaves or len(leaves) != len(alone) or jnp.ndim(leaves[0]) < alone[0].ndim:
+    unbatched = jax.tree.leaves(jax.eval_shape(lambda: cell.initial(())))
+    if not leaves or len(leaves) != len(unbatched) or jnp.ndim(leaves[0]) < unbatched[0].ndim:
         return None
-    return jnp.shape(leaves[0])[: jnp.ndim(leaves[0]) - alone[0].ndim]
+    return jnp.shape(leaves[0])[: jnp.ndim(leaves[0]) - unbatched[0].ndim]
 
 
 def sequence_shape(cell: Cell, params: Params, xs: Any, carry: Carry | None) -> tuple[int, ...]:
@@ -551,11 +553,11 @@ def _of_jax(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.asarray(leaf) if is_numpys(leaf) else leaf, tree)
 
 
-def _check_width(cell: Cell, params: Params, xs: Any, carry: Carry) -> None:
+def check_width(cell: Cell, params: Params, xs: Any, carry: Carry) -> None:
     """Raises ``ValueError`` where float64 beside a narrower carry would widen it at each step."""
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves(xs)]
-    if (own := getattr(cell, "dtype", None)) is not None:
-        dtypes.append(jnp.dtype(own))
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves((params, xs))]
+    if (cell_dtype := getattr(cell, "dtype", None)) is not None:
+        dtypes.append(jnp.dtype(cell_dtype))
     narrow = any(leaf.dtype != np.float64 for leaf in jax.tree.leaves(carry))
     if not narrow or all(dtype != np.float64 for dtype in dtypes):
         return

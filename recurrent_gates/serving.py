@@ -23,7 +23,7 @@ from recurrent_gates.declared import (
     product_of,
     recurrent_weights,
 )
-from recurrent_gates.scan import unroll
+from recurrent_gates.scan import check_width, unroll
 from recurrent_gates.shapes import lead
 
 _WIDTHS = 6, 12  # of inputs, as good as any other two; GRU-D takes multiples of 3
@@ -57,12 +57,13 @@ class Stepper:
         self._x = x = jax.ShapeDtypeStruct(
             (*batch_shape, in_features), jax.tree.leaves(params)[0].dtype
         )
+        carry = jax.eval_shape(self.initial)
+        check_width(cell, params, jax.ShapeDtypeStruct((1, *x.shape), x.dtype), carry)
         self._weights: Any
         if native.is_for_step(cell, params, math.prod(batch_shape)):
             step, self._weights = _in_kernels(cell, params)
         else:
             step, self._weights = _joined(cell, params, x) or (_plain(cell), params)
-        carry = jax.eval_shape(self.initial)
         self._compiled = jax.jit(step, donate_argnums=1).lower(self._weights, carry, x).compile()
         is_watched = target.platform() == "cpu" and target.cores() > 1
         self._patience = _PATIENCE if is_watched else 0.0
@@ -195,20 +196,20 @@ def _width(cell: Cell, params: Any) -> int | None:
             for axis, size in enumerate(jnp.shape(leaf))
         }
 
-    actual = sizes(params)
+    param_sizes = sizes(params)
     try:
-        of_few, of_many = (
+        narrow_sizes, wide_sizes = (
             sizes(jax.eval_shape(functools.partial(cell.init_params, jax.random.key(0), width)))
             for width in _WIDTHS
         )
     except (TypeError, ValueError):  # a cell of the user's own that takes other widths
         return None
-    few, many = _WIDTHS
-    for where, size in of_few.items():
-        growth = of_many.get(where, size) - size
-        if growth and where in actual:
-            width, rest = divmod((actual[where] - size) * (many - few), growth)
-            return None if rest or few + width < 1 else few + width
+    narrow, wide = _WIDTHS
+    for place, size in narrow_sizes.items():
+        growth = wide_sizes.get(place, size) - size
+        if growth and place in param_sizes:
+            width, remainder = divmod((param_sizes[place] - size) * (wide - narrow), growth)
+            return None if remainder or narrow + width < 1 else narrow + width
     return None
 
 
@@ -218,17 +219,17 @@ def _in_kernels(cell: Cell, params: Params) -> tuple[_Step, Params]:
     An addition in front of the kernels would be one more operation: 40 us a step.
     """
     assert isinstance(cell, SlotCell)
-    one = cell.clone(bias_vectors=1)
+    single_bias_cell = cell.clone(bias_vectors=1)
     if cell.bias_vectors == 2 and "recurrent_bias" in params:
-        own = {slot: params["recurrent_bias"][slot] for slot in cell.separate}
-        added = {**params["recurrent_bias"], **jax.tree.map(jnp.zeros_like, own)}
-        params = {**params, "bias": jax.tree.map(jnp.add, dict(params["bias"]), added)}
-        params["recurrent_bias"] = own
-        if not own:
+        separate_biases = {slot: params["recurrent_bias"][slot] for slot in cell.separate}
+        offsets = {**params["recurrent_bias"], **jax.tree.map(jnp.zeros_like, separate_biases)}
+        params = {**params, "bias": jax.tree.map(jnp.add, dict(params["bias"]), offsets)}
+        params["recurrent_bias"] = separate_biases
+        if not separate_biases:
             del params["recurrent_bias"]
 
     def step(params: Params, carry: Carry, x: jax.Array) -> tuple[Carry, Any]:
-        carry, ys = unroll(one, params, x[None], carry)
+        carry, ys = unroll(single_bias_cell, params, x[None], carry)
         return carry, ys[0]
 
     return step, params
@@ -245,15 +246,15 @@ def _plain(cell: Cell) -> _Step:
 
 def _joined(cell: Cell, params: Params, x: jax.ShapeDtypeStruct) -> tuple[_Step, Any] | None:
     """The step with one product of [x, h], and its weights; None where the cell is not made so."""
-    made = ("project", "step", "emit", "products")
+    members = ("project", "step", "emit", "products")
     if not isinstance(cell, SlotCell) or any(
-        getattr(type(cell), name) is not getattr(SlotCell, name) for name in made
+        getattr(type(cell), name) is not getattr(SlotCell, name) for name in members
     ):
-        return None
-    if cell._heads > 1:  # [x, h] is multiplied by whole matrices
         return None
     dtype = cell.dtype or jnp.result_type(x.dtype, *jax.tree.leaves(params["kernel"]))
     weights = recurrent_weights(cell.products, params)
+    if weights.vectors or any(matrix.ndim > 2 for matrix in weights.matrices.values()):
+        return None  # [x, h] is multiplied by whole matrices
     bias = linear_project(
         params, jnp.zeros(x.shape[-1:], x.dtype), gate=cell._gate, separate=cell.separate
     )
@@ -262,47 +263,47 @@ def _joined(cell: Cell, params: Params, x: jax.ShapeDtypeStruct) -> tuple[_Step,
     is_row = math.prod(x.shape[:-1]) == 1 and target.platform() == "cpu"
     widths, columns, biases = {}, [], []
 
-    def add(name: str, kernel: Any, recurrent: Any, own: Any) -> None:
-        above = jnp.zeros((x.shape[-1], own.size), own.dtype) if kernel is None else kernel
-        below = jnp.zeros((cell.features, own.size), own.dtype) if recurrent is None else recurrent
-        widths[name] = own.size
+    def add(name: str, kernel: Any, recurrent: Any, b: Any) -> None:
+        above = jnp.zeros((x.shape[-1], b.size), b.dtype) if kernel is None else kernel
+        below = jnp.zeros((cell.features, b.size), b.dtype) if recurrent is None else recurrent
+        widths[name] = b.size
         columns.append(jnp.concatenate([above, below]).astype(dtype))
-        biases.append(own)
+        biases.append(b)
 
     for slot, kernel in params["kernel"].items():
-        alone = slot in cell.separate or slot not in direct
+        is_separate = slot in cell.separate or slot not in direct
         name = f"{slot}_input" if slot in cell.separate else slot
-        add(name, kernel, None if alone else weights.matrices[slot], bias[slot])
+        add(name, kernel, None if is_separate else weights.matrices[slot], bias[slot])
     for slot in direct:
         if slot not in widths:
             recurrent = weights.matrices[slot]
             add(slot, None, recurrent, weights.biases.get(slot, jnp.zeros_like(recurrent[0])))
-    others = weights._replace(
+    other_weights = weights._replace(
         matrices={s: m for s, m in weights.matrices.items() if s not in direct}
     )
 
-    def step(held: Any, carry: Carry, x: jax.Array) -> tuple[Carry, Any]:
-        kernel, offsets, others = held
-        both = jnp.concatenate([x.astype(dtype), carry.h.astype(dtype)], axis=-1)
+    def step(step_weights: Any, carry: Carry, x: jax.Array) -> tuple[Carry, Any]:
+        kernel, offsets, other_weights = step_weights
+        xh = jnp.concatenate([x.astype(dtype), carry.h.astype(dtype)], axis=-1)
         if is_row:
-            out = matrix_product(kernel, both.reshape(-1, 1), dtype).reshape(*both.shape[:-1], -1)
+            out = matrix_product(kernel, xh.reshape(-1, 1), dtype).reshape(*xh.shape[:-1], -1)
         else:
-            out = matrix_product(both, kernel, dtype)
+            out = matrix_product(xh, kernel, dtype)
         out = out + lead(offsets.astype(out.dtype), out)
         ends = [sum(list(widths.values())[:n]) for n in range(1, len(widths))]
         pre = dict(zip(widths, jnp.split(out, ends, axis=-1), strict=True))
 
-        def product(slot: str, read: jax.Array) -> jax.Array:
+        def product(slot: str, vector: jax.Array) -> jax.Array:
             if slot in direct:
                 return pre[slot]
-            own = product_of(others, slot, read, dtype)
-            return own + pre[slot] if slot in pre else own
+            recurrent_product = product_of(other_weights, slot, vector, dtype)
+            return recurrent_product + pre[slot] if slot in pre else recurrent_product
 
         carry = cell.update(carry, pre, product)
         return carry, carry.h.astype(dtype)
 
     kernel = jnp.concatenate(columns, axis=1)
-    return step, (kernel.T if is_row else kernel, jnp.concatenate(biases), others)
+    return step, (kernel.T if is_row else kernel, jnp.concatenate(biases), other_weights)
 
 
 def _reading_state(
@@ -312,10 +313,10 @@ def _reading_state(
     slots: list[str] = []
 
     def update(carry: Carry, inputs: Slots) -> Carry:
-        def product(slot: str, read: jax.Array) -> jax.Array:
-            if read is carry.h:
+        def product(slot: str, vector: jax.Array) -> jax.Array:
+            if vector is carry.h:
                 slots.append(slot)
-            return product_of(weights, slot, read, dtype)
+            return product_of(weights, slot, vector, dtype)
 
         return cell.update(carry, inputs, product)
 

@@ -32,10 +32,10 @@ def all_varying(tree: Any) -> Any:
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return tree
     axes = {id(leaf): jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(tree)}
-    every = frozenset().union(*axes.values())
+    all_axes = frozenset().union(*axes.values())
 
     def vary(leaf: Any) -> Any:
-        missing = tuple(every - axes[id(leaf)])
+        missing = tuple(all_axes - axes[id(leaf)])
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(vary, tree)
@@ -49,8 +49,8 @@ def kernel_result(shape: Sequence[int], like: jax.Array, dtype: Any = None) -> j
       like: the array.
       dtype: of the result, by default that of the array.
     """
-    of = jax.typeof(like)
-    return jax.ShapeDtypeStruct(shape, dtype or of.dtype, manual_axis_type=of.manual_axis_type)
+    aval = jax.typeof(like)
+    return jax.ShapeDtypeStruct(shape, dtype or aval.dtype, manual_axis_type=aval.manual_axis_type)
 
 
 def lead(vector: jax.Array, like: jax.Array) -> jax.Array:
@@ -69,8 +69,8 @@ def leading_axes(inputs: Any) -> tuple[int, ...]:
     For sequences these are time and batch: ``{"image": [T, B, H, W, C], "reward": [T, B, 1]}``
     begins with (T, B).
     """
-    first, *others = (jnp.shape(leaf)[:-1] for leaf in jax.tree.leaves(inputs))
-    for count in range(min(map(len, (first, *others))), 0, -1):
-        if all(other[:count] == first[:count] for other in others):
+    first, *rest = (jnp.shape(leaf)[:-1] for leaf in jax.tree.leaves(inputs))
+    for count in range(min(map(len, (first, *rest))), 0, -1):
+        if all(shape[:count] == first[:count] for shape in rest):
             return first[:count]
     return ()

@@ -64,8 +64,8 @@ def platform() -> str:
     Returns:
       ``"cpu"``, ``"gpu"`` or ``"tpu"``.
     """
-    chosen = _DEVICES.get()
-    return chosen[0].platform if chosen else jax.default_backend()
+    override = _DEVICES.get()
+    return override[0].platform if override else jax.default_backend()
 
 
 def device_count() -> int:
@@ -85,11 +85,11 @@ def cores() -> int:
       it less time.
     """
     if hasattr(os, "sched_getaffinity"):
-        return min(len(os.sched_getaffinity(0)), _most_at_once())
+        return min(len(os.sched_getaffinity(0)), _core_limit())
     return os.cpu_count() or 1
 
 
-def _most_at_once() -> int:
+def _core_limit() -> int:
     """How many cores a container's limit of time keeps busy; more threads would stand still."""
     try:
         time, period = _LIMIT_OF_TIME.read_text().split()

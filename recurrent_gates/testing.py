@@ -66,29 +66,29 @@ def check_cell(
         _settings_compare(cell),
         f"{name} needs hashable settings that compare equal when they are; keep arrays out.",
     )
-    with _told(name, "init_params(key, in_features)"):
+    with _as_assertion(name, "init_params(key, in_features)"):
         params = cell.init_params(key, in_features)
-    with _told(name, "initial(batch_shape)"):
+    with _as_assertion(name, "initial(batch_shape)"):
         carry = cell.initial((_BATCH,))
         _require(
             all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(carry)),
             f"{name}.initial must return arrays, got {described(carry)}.",
         )
-    with _told(name, "a step as a Flax module"):
+    with _as_assertion(name, "a step as a Flax module"):
         _check_flax_init(cell, params, carry, xs)
-    with _told(name, "step(params, carry, z_t)"):
+    with _as_assertion(name, "step(params, carry, z_t)"):
         _check_step(cell, params, carry, xs)
-    with _told(name, "a step of one example, without a batch"):
+    with _as_assertion(name, "a step of one example, without a batch"):
         _check_promises(cell, params, xs[:, 0])
-    with _told(name, "a sequence"):
+    with _as_assertion(name, "a sequence"):
         _check_time(cell, params, xs, tolerance)
-    with _told(name, "a sequence with masks"):
+    with _as_assertion(name, "a sequence with masks"):
         _check_masks(cell, params, xs, tolerance)
-    with _told(name, "the gradient of a sequence"):
+    with _as_assertion(name, "the gradient of a sequence"):
         _check_gradients(cell, params, xs, differences=not stops_gradients)
-    with _told(name, "RNN and nn.RNN"):
+    with _as_assertion(name, "RNN and nn.RNN"):
         _check_layers(cell, xs, tolerance)
-    with _told(name, "a second call"):
+    with _as_assertion(name, "a second call"):
         _check_compiles_once(cell, params, xs)
 
 
@@ -120,25 +120,25 @@ def check_replay(
     dones = jnp.zeros((steps, batch), bool)
     for row, ends in enumerate([(2, 6), (0, 1, 11), (4,)]):
         dones = dones.at[jnp.array(ends), row].set(True)
-    with _told(name, "acting step by step"):
+    with _as_assertion(name, "acting step by step"):
         params = cell.init_params(key, in_features)
-        acted = _act(cell, params, xs, dones)
-    with _told(name, "the replay"):
+        trace = _act(cell, params, xs, dones)
+    with _as_assertion(name, "the replay"):
         carry, ys = (replay or _replayed_by(cell))(params, xs, dones)
     _require(
-        _describe(ys) == _describe(acted[1]),
-        f"{name}: the replay's outputs are {described(ys)}, those of acting {described(acted[1])}.",
+        _describe(ys) == _describe(trace[1]),
+        f"{name}: the replay's outputs are {described(ys)}, those of acting {described(trace[1])}.",
     )
-    scale = jnp.maximum(jnp.max(jnp.abs(acted[1])), 1e-3)
-    away = jnp.max(jnp.abs(ys - acted[1]).reshape(steps, -1), axis=1) / scale
-    wrong = [t for t in range(steps) if not away[t] <= tolerance]
+    scale = jnp.maximum(jnp.max(jnp.abs(trace[1])), 1e-3)
+    distances = jnp.max(jnp.abs(ys - trace[1]).reshape(steps, -1), axis=1) / scale
+    misses = [t for t in range(steps) if not distances[t] <= tolerance]
     _require(
-        not wrong,
-        f"{name}: the replay differs from acting from step {min(wrong, default=0)} on (relative "
-        f"difference {float(jnp.max(away)):.1e}): a reset acts before the step after a done.",
+        not misses,
+        f"{name}: the replay differs from acting from step {min(misses, default=0)} on (relative "
+        f"difference {float(jnp.max(distances)):.1e}): a reset acts before the step after a done.",
     )
     _require_close(
-        carry, acted[0], tolerance, f"{name}: the replay's last carry differs from that of acting"
+        carry, trace[0], tolerance, f"{name}: the replay's last carry differs from that of acting"
     )
 
 
@@ -146,12 +146,12 @@ def _act(cell: Cell, params: Params, xs: jax.Array, dones: jax.Array) -> tuple[C
     """The carry after the last step, and the outputs, of one step at a time."""
     step = _stepper(cell, params)
     start = cell.initial(xs.shape[1:-1])
-    carry, kept, ys = start, start, []
+    carry, next_carry, ys = start, start, []
     for x, done in zip(xs, dones, strict=True):
-        kept, y = step(carry, x)
+        next_carry, y = step(carry, x)
         ys.append(y)
-        carry = select(done, start, kept)
-    return kept, jnp.stack(ys)
+        carry = select(done, start, next_carry)
+    return next_carry, jnp.stack(ys)
 
 
 def _replayed_by(cell: Cell) -> Replay:
@@ -174,7 +174,7 @@ def _name_of(cell: Any) -> str:
 
 
 @contextlib.contextmanager
-def _told(name: str, what: str) -> Iterator[None]:
+def _as_assertion(name: str, subject: str) -> Iterator[None]:
     """An error of any kind as an AssertionError of one sentence."""
     try:
         yield
@@ -182,7 +182,7 @@ def _told(name: str, what: str) -> Iterator[None]:
         raise
     except Exception as error:  # a cell of the user's own may fail in any way
         line = (str(error).strip().splitlines() or [""])[0]
-        raise AssertionError(f"{name}: {what} raised {type(error).__name__}: {line}") from error
+        raise AssertionError(f"{name}: {subject} raised {type(error).__name__}: {line}") from error
 
 
 def _settings_compare(cell: Cell) -> bool:
@@ -198,10 +198,10 @@ def _require(condition: Any, sentence: str) -> None:
         raise AssertionError(sentence)
 
 
-def _require_close(got: Any, want: Any, tolerance: float, sentence: str) -> None:
-    same = _structure(got) == _structure(want)
-    _require(same, f"{sentence} (structures {_structure(got)} and {_structure(want)})")
-    for a, b in zip(*map(_numbers, (got, want)), strict=True):
+def _require_close(result: Any, expected: Any, tolerance: float, sentence: str) -> None:
+    is_same = _structure(result) == _structure(expected)
+    _require(is_same, f"{sentence} (structures {_structure(result)} and {_structure(expected)})")
+    for a, b in zip(*map(_numbers, (result, expected)), strict=True):
         _require(a.shape == b.shape, f"{sentence} (shapes {a.shape} and {b.shape})")
         if a.size:
             worst = np.max(np.abs(a - b)) / np.maximum(np.max(np.abs(b)), 1e-3)
@@ -265,13 +265,13 @@ def _check_promises(cell: Cell, params: Any, xs: jax.Array) -> None:
 
     if sums is not None:
         increment = sums.increment
-        summed = {field: getattr(carry, field) for field in fields}
+        summed_values = {field: getattr(carry, field) for field in fields}
         slopes = _jacobian(
-            lambda summed: (
-                fed_back(carry._replace(**summed)),
-                increment(params, carry._replace(**summed), z),
+            lambda summed_values: (
+                fed_back(carry._replace(**summed_values)),
+                increment(params, carry._replace(**summed_values), z),
             ),
-            summed,
+            summed_values,
         )
         _require(
             not any(np.any(leaf) for leaf in jax.tree.leaves(slopes)),
@@ -283,9 +283,9 @@ def _check_promises(cell: Cell, params: Any, xs: jax.Array) -> None:
         return
     leaves, slopes = jax.tree.leaves(carry), jax.tree.leaves(_jacobian(fed_back, carry))
     for index, block in enumerate(slopes):
-        to, of = divmod(index, len(leaves))
-        slope = block.reshape(leaves[to].size, leaves[of].size)
-        if to == of:
+        row, column = divmod(index, len(leaves))
+        slope = block.reshape(leaves[row].size, leaves[column].size)
+        if row == column:
             slope = slope - np.diag(np.diag(slope))
         _require(
             not np.any(slope),
@@ -293,18 +293,18 @@ def _check_promises(cell: Cell, params: Any, xs: jax.Array) -> None:
         )
 
 
-def _jacobian(function: Callable[[Any], Any], at: Any) -> Any:
+def _jacobian(function: Callable[[Any], Any], point: Any) -> Any:
     """In NumPy; compiled, as each of its operations would be by itself."""
-    return jax.device_get(jax.jit(jax.jacobian(function))(at))
+    return jax.device_get(jax.jit(jax.jacobian(function))(point))
 
 
 def _check_linear(name: str, step: Callable[[Carry], Carry], carry: Carry) -> None:
     """That a step is affine in the carry, unit by unit."""
-    further = jax.tree.map(lambda c: 2 * np.asarray(c) + 1, carry)
-    here, there = (_jacobian(step, at) for at in (carry, further))
+    other_carry = jax.tree.map(lambda c: 2 * np.asarray(c) + 1, carry)
+    slopes, other_slopes = (_jacobian(step, point) for point in (carry, other_carry))
     sentence = f"{name} says that it is linear, but a slope of its step depends on the carry"
-    _require_close(there, here, 1e-5, sentence)
-    for block in jax.tree.leaves(here):
+    _require_close(other_slopes, slopes, 1e-5, sentence)
+    for block in jax.tree.leaves(slopes):
         width = block.shape[-1]
         _require(
             block.shape == (width, width) and not np.any(block - np.diag(np.diag(block))),
@@ -312,12 +312,12 @@ def _check_linear(name: str, step: Callable[[Carry], Carry], carry: Carry) -> No
         )
 
 
-def _check_bound(name: str, sums: Sums, carry: Any, added: Any) -> None:
+def _check_bound(name: str, sums: Sums, carry: Any, increments: Any) -> None:
     """That sums may be bounded at any time: bound(bound(a) + b) is bound(a + b)."""
     if sums.bound is None:
         return
     for field in sums.fields:
-        a, b = getattr(carry, field) - 40, added[field]
+        a, b = getattr(carry, field) - 40, increments[field]
         once, twice = sums.bound(field, a + b), sums.bound(field, sums.bound(field, a) + b)
         # Not all: a rounding may decide on which side of a period a value lies.
         _require(
@@ -348,22 +348,22 @@ def _loop(cell: Cell, params: Any, carry: Any, xs: jax.Array) -> tuple[Any, Any]
 
 def _check_time(cell: Cell, params: Any, xs: jax.Array, tolerance: float) -> None:
     name = type(cell).__name__
-    want = _loop(cell, params, cell.initial((_BATCH,)), xs)
+    expected = _loop(cell, params, cell.initial((_BATCH,)), xs)
     _require_close(
         jax.jit(lambda xs: unroll(cell, params, xs, backend="scan"))(xs),
-        want,
+        expected,
         tolerance,
         f"{name}: a sequence must equal a loop of steps; is project pointwise in time?",
     )
     _require_close(
         jax.jit(lambda xs: unroll(cell, params, xs))(xs),
-        want,
+        expected,
         tolerance,
         f"{name}: the backend chosen for it must equal a loop of steps",
     )
     _require_close(
         jax.jit(jax.vmap(lambda x: unroll(cell, params, x, backend="scan"), 1, (0, 1)))(xs),
-        want,
+        expected,
         tolerance,
         f"{name}: vmap over examples must equal a batch",
     )
@@ -376,16 +376,18 @@ def _check_masks(cell: Cell, params: Any, xs: jax.Array, tolerance: float) -> No
     padded = np.array(xs)
     padded[2:, 1] = np.nan
     carry, ys = run(padded, lengths=lengths)
-    whole, _ = run(xs[:, 2:])
-    short, want = run(xs[:2, 1:2])
-    rows = [cell.initial((1,)), short, whole]
+    full_carry, _ = run(xs[:, 2:])
+    short_carry, expected = run(xs[:2, 1:2])
+    rows = [cell.initial((1,)), short_carry, full_carry]
     joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *rows)
     _require_close(
         carry, joined, tolerance, f"{name}: padding must hold the carry, NaN in it included"
     )
     ys = jax.device_get(ys)
-    before = jax.tree.map(lambda y: y[:2, 1:2], ys)
-    _require_close(before, want, tolerance, f"{name}: outputs before padding must not depend on it")
+    prefix = jax.tree.map(lambda y: y[:2, 1:2], ys)
+    _require_close(
+        prefix, expected, tolerance, f"{name}: outputs before padding must not depend on it"
+    )
     padding = (np.any(y[2:, 1]) for y in jax.tree.leaves(ys))
     _require(not any(padding), f"{name}: outputs at padding must be zeros.")
     resets = np.arange(_STEPS)[:, None].repeat(_BATCH, axis=1) == 2

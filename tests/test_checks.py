@@ -313,6 +313,16 @@ MISTAKES = {
         "1",
         "2",
     ),
+    "noise that is not drawn": (
+        lambda: run(carry_fns=[DETACH], noise=[jnp.ones(T, bool)], deterministic=True),
+        "no effect",
+        "deterministic=True",
+    ),
+    "a field of a mapping": (
+        lambda: rg.carry.get_field({"grid": jnp.ones(3), "steps": 1}, None),
+        "a NamedTuple, a tuple or one array",
+        "'grid', 'steps'",
+    ),
     "draw_noise of one function": (
         lambda: rg.draw_noise(DETACH, KEY, T, (B,)),
         "sequence",

@@ -148,10 +148,18 @@ def test_frozen_bias_gets_no_gradient(gpu):
     assert not jnp.any(d_params["gate"]["frozen_b"])
 
 
+class Hard(rg.Gate):
+    """Sigmoid by name, and with equations of its own."""
+
+    def activate(self, pre):
+        return jnp.clip(0.5 + pre["f"] / 4, 0, 1), jnp.clip(0.5 + pre["i"] / 4, 0, 1)
+
+
 BAD = {
     "is not the plain LSTM": (rg.GRU(FEATURES), {}),
     "a forget and a free input gate": (rg.CELLS["ur_lstm"](FEATURES), {}),
-    "sigmoid gates and tanh": (rg.LSTM(FEATURES, activation=jax.nn.sigmoid), {}),
+    "tanh in the candidate": (rg.LSTM(FEATURES, activation=jax.nn.sigmoid), {}),
+    "plain sigmoid gates": (rg.LSTM(FEATURES, gate=Hard()), {}),
     "nothing act on the carry": (rg.LSTM(FEATURES), {"carry_fns": (rg.Damp(0.5),)}),
     "no other masks": (rg.LSTM(FEATURES), {"valid": jnp.ones((STEPS, BATCH), bool)}),
     "no resets": (rg.LSTM(FEATURES), {"resets": jnp.zeros((STEPS, BATCH), bool)}),

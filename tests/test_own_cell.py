@@ -309,3 +309,125 @@ def test_a_cell_without_a_step_is_one_sentence():
 
     with pytest.raises(TypeError, match="Still must define step"):
         rg.unroll(Still(), {}, jnp.zeros((2, 1, 1)))
+
+
+class Gap(Leaky):
+    """Reads beside x the whole number of steps since the last value, and half a number."""
+
+    def project(self, params, x):
+        return {"h": x["v"] @ params["W"], "gap": x["gap"], "half": x["half"]}
+
+    def init_params(self, key, in_features):
+        return super().init_params(key, in_features["v"])
+
+    def emit(self, params, carry, z):
+        return carry.h
+
+    @property
+    def products(self):
+        def update(carry, inputs, product):
+            faded = 0.9 ** inputs["gap"] * carry.h
+            return rg.HiddenState(0.5 * faded + jnp.tanh(product("h", faded)) * inputs["half"])
+
+        return rg.Products(lambda params: {"h": params["U"]}, update)
+
+
+@pytest.fixture
+def mixed_dtypes():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.usefixtures("mixed_dtypes")
+@pytest.mark.parametrize("backend", ["scan", "fused", "pallas"])
+def test_products_have_the_dtype_of_the_widest_input(backend):
+    """Not that of the first by name: a tree's are sorted on the way into a loop."""
+    cell, params = Gap(), parameters(Gap(), {"v": INPUTS, "gap": 1, "half": 1})
+    xs = {
+        "v": array(8, STEPS, BATCH, INPUTS),
+        "gap": jnp.arange(STEPS * BATCH).reshape(STEPS, BATCH, 1) % 3,
+        "half": jnp.full((STEPS, BATCH, 1), 0.5, jnp.float16),
+    }
+    h, expected = jnp.zeros((BATCH, FEATURES)), []
+    for v, gap in zip(xs["v"], xs["gap"], strict=True):
+        faded = 0.9**gap * h
+        h = 0.5 * faded + 0.5 * jnp.tanh(v @ params["W"] + faded @ params["U"])
+        expected.append(h)
+    _, ys = rg.unroll(cell, params, xs, backend=backend)
+    assert_close(ys, jnp.stack(expected))
+
+
+class Counted(NamedTuple):
+    h: jax.Array
+    count: jax.Array
+
+
+class Counting(Leaky):
+    """Slower with every step that it has taken."""
+
+    def initial(self, batch_shape):
+        zeros = jnp.zeros((*batch_shape, self.features))
+        return Counted(zeros, jnp.zeros((*batch_shape, 1), jnp.int32))
+
+    @property
+    def products(self):
+        def update(carry, inputs, product):
+            rate = 1 / (1 + carry.count.astype(carry.h.dtype))
+            h = (1 - rate) * carry.h + rate * jnp.tanh(product("h", carry.h))
+            return Counted(h, carry.count + 1)
+
+        return rg.Products(lambda params: {"h": params["U"]}, update)
+
+
+class Sparing(rg.SlotCell):
+    """Has a slot that its update does not ask for."""
+
+    @property
+    def slots(self):
+        return {"h": self.features, "spare": self.features}
+
+    def initial(self, batch_shape):
+        return rg.HiddenState(self.zeros(batch_shape))
+
+    def update(self, carry, inputs, product):
+        return rg.HiddenState(jnp.tanh(product("h", carry.h)))
+
+
+@pytest.mark.parametrize(
+    ("cell", "backends"),
+    [(Counting(), ["auto"]), (Sparing(FEATURES, param_dtype=jnp.float64), ["auto", "fused"])],
+    ids=["counting", "sparing"],
+)
+def test_what_trains_as_a_loop_trains_under_auto(cell, backends):
+    params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
+
+    def loss(params, xs, backend):
+        return jnp.sum(jnp.sin(rg.unroll(cell, params, xs, backend=backend)[1]))
+
+    gradients = jax.grad(loss, argnums=(0, 1))
+    expected = gradients(params, xs, "scan")
+    assert max(jnp.abs(leaf).max() for leaf in jax.tree.leaves(expected)) > 0.01
+    for backend in backends:
+        assert_close(gradients(params, xs, backend), expected)
+
+
+def test_whole_numbers_in_a_carry_are_one_sentence():
+    params, xs = parameters(Counting(), INPUTS), array(8, STEPS, BATCH, INPUTS)
+    with pytest.raises(ValueError, match="a carry of Counting has other numbers than floating-po"):
+        rg.unroll(Counting(), params, xs, backend="fused")
+
+
+def test_gates_that_read_the_carry_are_not_linear():
+    """In a linear cell the gates are the step."""
+
+    class Peeping(rg.MinGRU):
+        def gates(self, params, carry_tm1, z):
+            gates = super().gates(params, carry_tm1, z)
+            f = gates["f"] * jax.nn.sigmoid(carry_tm1.h)
+            return {**gates, "f": f, "i": 1 - f}
+
+    cell = Peeping(FEATURES, param_dtype=jnp.float64)
+    params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
+    assert_close(rg.unroll(cell, params, xs, backend="auto"), rg.unroll(cell, params, xs))
+    with pytest.raises(ValueError, match="Peeping does not say that its step is linear"):
+        rg.unroll(cell, params, xs, backend="parallel")

@@ -105,6 +105,48 @@ def test_numpys_float64_is_no_reason(x32):
         step(carry, x)
 
 
+def test_float64_beside_a_float32_carry_is_one_sentence():
+    """In JAX's own promotion, which a user has."""
+    cell = rg.LSTM(FEATURES)
+    params = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.float64), cell.init_params(jax.random.key(0), INPUTS)
+    )
+    message = "float64 makes the carry of LSTM float64, and it starts as float32"
+    with jax.numpy_dtype_promotion("standard"):
+        with pytest.raises(ValueError, match=message):
+            rg.stepper(cell, params)
+        with pytest.raises(ValueError, match=message):
+            rg.unroll(cell, params, jnp.ones((2, 3, INPUTS), jnp.float32))
+
+
+class Independent(rg.SlotCell):
+    """Each unit reads itself alone: a vector of recurrent weights."""
+
+    @property
+    def slots(self):
+        return {"h": self.features}
+
+    def init_params(self, key, in_features):
+        params = super().init_params(key, in_features)
+        return {**params, "recurrent_kernel": {"h": jnp.ones(FEATURES)}}
+
+    def initial(self, batch_shape):
+        return rg.HiddenState(self.zeros(batch_shape))
+
+    def update(self, carry, inputs, product):
+        return rg.HiddenState(jnp.tanh(product("h", carry.h)))
+
+
+def test_a_stepper_of_vectors_is_the_scan():
+    cell = Independent(FEATURES, param_dtype=jnp.float64)
+    params, xs = parameters(cell, INPUTS), array(3, 5, INPUTS)
+    step = rg.stepper(cell, params)
+    carry = step.initial()
+    for x, y in zip(xs, rg.unroll(cell, params, xs)[1], strict=True):
+        carry, out = step(carry, x)
+        assert_close(out, y)
+
+
 def test_a_step_inside_a_program_is_jaxs_error():
     cell = build("lstm")
     step = rg.stepper(cell, parameters(cell, INPUTS))

@@ -53,8 +53,8 @@ def gate_means(
     """
 
     def mean(gate: jax.Array) -> jax.Array:
-        counts = None if valid is None else expand(valid, gate)
-        return jnp.mean(gate, axis=range(gate.ndim - 1), where=counts)
+        mask = None if valid is None else expand(valid, gate)
+        return jnp.mean(gate, axis=range(gate.ndim - 1), where=mask)
 
     return {name: mean(gate) for name, gate in gates.items()}
 
@@ -115,16 +115,16 @@ def initial_timescales(
 def _initial_timescales(
     cell: Cell, key: jax.Array, gate: str, in_features: int, draws: int
 ) -> jax.Array:
-    def one(key: jax.Array) -> jax.Array:
+    def sample(key: jax.Array) -> jax.Array:
         params = cell.init_params(key, in_features)
         zeros = jax.tree.map(jnp.zeros_like, cell.initial(()))
         x = jnp.zeros((in_features,), carry_dtype(zeros))
         gates = cell.gates(params, zeros, cell.project(params, x))
         if gate not in gates:
-            named = ", ".join(gates) or "none"
-            raise ValueError(f"{type(cell).__name__} names no gate {gate!r}; it has {named}.")
+            gate_names = ", ".join(gates) or "none"
+            raise ValueError(f"{type(cell).__name__} names no gate {gate!r}; it has {gate_names}.")
         return timescales(gates[gate])
 
     # Not vmap: XLA's CPU runtime can wait for ever on a batch of QR factorisations, which
     # orthogonal initialisation needs.
-    return jax.lax.map(one, jax.random.split(key, draws))
+    return jax.lax.map(sample, jax.random.split(key, draws))

@@ -118,24 +118,24 @@ def step_jacobians(
         (name, math.prod(get_field(run.after, name).shape[1 + batch_dims :])) for name in names
     )
 
-    def one_step(at: tuple[Carry, Any, Any]) -> jax.Array:
-        before, z_t, noise_t = at
+    def one_step(moment: tuple[Carry, Any, Any]) -> jax.Array:
+        previous, z_t, noise_t = moment
 
-        def later(flat: jax.Array) -> jax.Array:
-            earlier = _insert(before, flat, widths)
+        def next_carry(flat: jax.Array) -> jax.Array:
+            start = _insert(previous, flat, widths)
             new = advance(
                 lambda c: cell.step(params, c, z_t),
-                earlier,
-                earlier,
+                start,
+                start,
                 carry_fns,
                 Stream(None, None, noise_t),
             )
             return _flatten(new, names, batch_dims)
 
-        flat = _flatten(before, names, batch_dims)
+        flat = _flatten(previous, names, batch_dims)
 
         def column(unit: jax.Array) -> jax.Array:  # one unit of every example at once
-            return jax.jvp(later, (flat,), (jnp.broadcast_to(unit, flat.shape),))[1]
+            return jax.jvp(next_carry, (flat,), (jnp.broadcast_to(unit, flat.shape),))[1]
 
         basis = jnp.eye(flat.shape[-1], dtype=flat.dtype)
         basis = basis.reshape(-1, *(1,) * (flat.ndim - 1), flat.shape[-1])

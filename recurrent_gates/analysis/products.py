@@ -37,10 +37,10 @@ def _scaled(matrix: jax.Array, exponent: jax.Array) -> Scaled:
 def _aligned(blocks: Sequence[Scaled]) -> tuple[list[jax.Array], jax.Array]:
     """The matrices of blocks on their largest exponent, and that exponent."""
     exponent = functools.reduce(jnp.maximum, [block.exponent for block in blocks])
-    least = -2 * jnp.finfo(blocks[0].matrix.dtype).maxexp  # nothing is left of what is lower
+    floor = -2 * jnp.finfo(blocks[0].matrix.dtype).maxexp  # nothing is left of what is lower
 
     def aligned(block: Scaled) -> jax.Array:
-        shift = jnp.maximum(block.exponent - exponent, least)
+        shift = jnp.maximum(block.exponent - exponent, floor)
         return jnp.ldexp(block.matrix, shift[..., None, None])
 
     return [aligned(block) for block in blocks], exponent
@@ -56,11 +56,11 @@ def scaled_products(factors: jax.Array, widths: Sequence[int]) -> _Blocks:
     spans = [slice(*pair) for pair in itertools.pairwise(edges)]
 
     def blocks(matrix: jax.Array) -> _Blocks:
-        none = jnp.zeros(matrix.shape[:-2], jnp.int32)
-        return tuple(tuple(_scaled(matrix[..., i, j], none) for j in spans) for i in spans)
+        zeros = jnp.zeros(matrix.shape[:-2], jnp.int32)
+        return tuple(tuple(_scaled(matrix[..., i, j], zeros) for j in spans) for i in spans)
 
-    one = jnp.broadcast_to(jnp.eye(factors.shape[-1], dtype=factors.dtype), factors.shape[1:])
-    start = blocks(one)
+    identity = jnp.broadcast_to(jnp.eye(factors.shape[-1], dtype=factors.dtype), factors.shape[1:])
+    start = blocks(identity)
 
     def product(row: Sequence[Scaled], column: Sequence[Scaled]) -> Scaled:
         terms = [
@@ -75,8 +75,8 @@ def scaled_products(factors: jax.Array, widths: Sequence[int]) -> _Blocks:
         state = tuple(tuple(product(row, column) for column in columns) for row in state)
         return state, state
 
-    _, rest = jax.lax.scan(body, start, factors, reverse=True)
-    return jax.tree.map(lambda a, b: jnp.concatenate([a[None], b[::-1]]), start, rest)
+    _, products = jax.lax.scan(body, start, factors, reverse=True)
+    return jax.tree.map(lambda a, b: jnp.concatenate([a[None], b[::-1]]), start, products)
 
 
 def joined(blocks: Sequence[Sequence[Scaled]]) -> Scaled:

@@ -57,7 +57,7 @@ def field_names(carry: Carry) -> tuple[Field, ...]:
     if not all(hasattr(value, "dtype") for value in values):
         raise ValueError(f"The fields of a carry must be arrays, got {carry!r}.")
     floating = [jnp.issubdtype(value.dtype, jnp.floating) for value in values]
-    return tuple(name for name, keep in zip(names, floating, strict=True) if keep)
+    return tuple(name for name, is_floating in zip(names, floating, strict=True) if is_floating)
 
 
 def carry_dtype(carry: Carry) -> Any:

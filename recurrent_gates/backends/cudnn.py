@@ -33,8 +33,10 @@ def unsupported(loop: Loop) -> str | None:
     gate = cell.gate
     if not cell.forget_gate or set(gate.slots(cell.features)) != {"f", "i"}:
         return "cuDNN's LSTM has a forget and a free input gate and no other."
-    if gate.activation != "sigmoid" or (cell.activation, cell.output_activation) != (jnp.tanh,) * 2:
-        return "cuDNN's LSTM has sigmoid gates and tanh elsewhere."
+    if gate.has_own_equations or gate.activation != "sigmoid":
+        return "cuDNN's LSTM has plain sigmoid gates."
+    if (cell.activation, cell.output_activation) != (jnp.tanh,) * 2:
+        return "cuDNN's LSTM has tanh in the candidate and in the output."
     if cell.heads > 1:
         return "cuDNN's LSTM has no heads."
     if loop.carry_fns:
@@ -91,8 +93,8 @@ def segment(loop: Loop) -> Segment:
 def _backwards(x: jax.Array, lengths: jax.Array) -> jax.Array:
     """``[T, B, n]`` with the first steps of each example, by its length, in reverse order."""
     steps = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-    at = jnp.where(steps < lengths[None], lengths[None] - 1 - steps, steps)
-    return jnp.take_along_axis(x, at[..., None], axis=0)
+    index = jnp.where(steps < lengths[None], lengths[None] - 1 - steps, steps)
+    return jnp.take_along_axis(x, index[..., None], axis=0)
 
 
 def pack(cell: LSTM, params: Params) -> jax.Array:
@@ -100,11 +102,11 @@ def pack(cell: LSTM, params: Params) -> jax.Array:
 
     The first bias holds all biases, a gate's own included; the second is zeros.
     """
-    second, own = params.get("recurrent_bias", {}), cell.gate.offsets(params.get("gate", {}))
+    second, offsets = params.get("recurrent_bias", {}), cell.gate.offsets(params.get("gate", {}))
 
     def bias(slot: str) -> jax.Array:
-        more = [biases[slot] for biases in (second, own) if slot in biases]
-        return sum(more, start=params["bias"][slot])
+        terms = [biases[slot] for biases in (second, offsets) if slot in biases]
+        return sum(terms, start=params["bias"][slot])
 
     pieces = [
         params[role][slot].T.ravel() for role in ("kernel", "recurrent_kernel") for slot in _SLOTS
@@ -133,22 +135,22 @@ def _forward(
 ) -> tuple[Any, Any]:
     arrays = _in_order((jnp.swapaxes(xs, 0, 1), h[None], c[None], weights, lengths))
     arguments = [*arrays, *_sizes(xs, h)]
-    (ys, last_h, last_c), kept = _in_order(rnn.lstm_fwd(*arguments))
-    return (jnp.swapaxes(ys, 0, 1), last_h[0], last_c[0]), kept
+    (ys, last_h, last_c), residuals = _in_order(rnn.lstm_fwd(*arguments))
+    return (jnp.swapaxes(ys, 0, 1), last_h[0], last_c[0]), residuals
 
 
 @sequential_vmap
-def _backward(kept: Any, cotangents: tuple[jax.Array, jax.Array, jax.Array]) -> tuple:
+def _backward(residuals: Any, cotangents: tuple[jax.Array, jax.Array, jax.Array]) -> tuple:
     d_ys, d_h, d_c = cotangents
-    xs, h, *_ = kept
-    arrays = _in_order((kept, (jnp.swapaxes(d_ys, 0, 1), d_h[None], d_c[None])))
+    xs, h, *_ = residuals
+    arrays = _in_order((residuals, (jnp.swapaxes(d_ys, 0, 1), d_h[None], d_c[None])))
     *gradients, _ = rnn.lstm_bwd(*_sizes(xs, h), *arrays)
     d_xs, d_h, d_c, d_weights = _in_order(gradients)
     return d_weights, jnp.swapaxes(d_xs, 0, 1), d_h[0], d_c[0]
 
 
-def _pullback(kept: Any, cotangents: tuple[jax.Array, jax.Array, jax.Array]) -> tuple:
-    return (*_backward(kept, cotangents), None)  # lengths have no gradient
+def _pullback(residuals: Any, cotangents: tuple[jax.Array, jax.Array, jax.Array]) -> tuple:
+    return (*_backward(residuals, cotangents), None)  # lengths have no gradient
 
 
 _lstm.defvjp(_forward, _pullback)

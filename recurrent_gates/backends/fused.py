@@ -33,8 +33,8 @@ from recurrent_gates import target
 from recurrent_gates.backends.shared import halves, stepwise, two_layer
 from recurrent_gates.backends.shared.accumulation import (
     feeding,
+    increment_inputs,
     joined,
-    read_by_increments,
     shifted,
     summing,
     unnamed_field,
@@ -64,7 +64,7 @@ from recurrent_gates.declared import (
     recurrent_weights,
 )
 from recurrent_gates.gato import GATO
-from recurrent_gates.scan import Loop, Segment, Stream, kept, with_zeros
+from recurrent_gates.scan import Loop, Segment, Stream, mark_residuals, with_zeros
 
 # Of a train step's temporary memory. glibc returns an allocation above this to the system, so that
 # each call touches fresh pages: 14,000 of them, 15 ms, at (64, 64, 64, 256). Below it none are.
@@ -84,6 +84,9 @@ def unsupported(loop: Loop) -> str | None:
     reason = outdated(cell, "products", "sums")
     if reason is not None:
         return reason
+    carry = loop.carry if cell.sums is None else feeding(loop).carry
+    if not all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(carry)):
+        return f"a carry of {type(cell).__name__} has other numbers than floating-point ones."
     for fn in loop.carry_fns:
         get_field(loop.carry, fn.field)  # an unknown field is an error under any backend
         if cell.sums is not None and not fn.elementwise:
@@ -109,21 +112,21 @@ def chunk(loop: Loop) -> int | None:
     z = jax.eval_shape(cell.project, loop.params, loop.xs)
     if two_layer.serves(loop):
         z = declared(cell).inputs(z)  # what increments read is never formed
-    whole = _bytes(z)
+    z_bytes = _bytes(z)
     # Alive at the backward pass: projections, pre-activations and their cotangents; the carries
     # twice. Increments of sums have hidden units of their own.
-    carries = steps * _bytes(loop.carry)
-    alive = (6 if cell.sums else 3) * whole + 2 * carries
-    if cpu and (alive <= _REUSED_BYTES or whole <= _FEW_CHUNKS * _bytes(weights)):
+    carry_bytes = steps * _bytes(loop.carry)
+    live_bytes = (6 if cell.sums else 3) * z_bytes + 2 * carry_bytes
+    if cpu and (live_bytes <= _REUSED_BYTES or z_bytes <= _FEW_CHUNKS * _bytes(weights)):
         return None
-    if cpu and not cell.sums and _is_wide(loop) and whole + carries <= _REUSED_BYTES:
+    if cpu and not cell.sums and _is_wide(loop) and z_bytes + carry_bytes <= _REUSED_BYTES:
         return None
     budget = max(_CACHE_BYTES, 2 * _bytes(weights)) if cpu else _CHUNK_BYTES
-    most = max(2, steps * budget // max(whole, 1))
-    if most >= steps:
+    limit = max(2, steps * budget // max(z_bytes, 1))
+    if limit >= steps:
         return None
     # Without a rest, if that costs little: a rest is a second program to compile.
-    return next((n for n in range(most, most // 2, -1) if steps % n == 0), most)
+    return next((n for n in range(limit, limit // 2, -1) if steps % n == 0), limit)
 
 
 def _is_wide(loop: Loop) -> bool:
@@ -200,8 +203,8 @@ def run(
 
     def body(carries: list[Carry], inputs: tuple[Slots, Stream]) -> tuple[list[Carry], Any]:
         steps = [
-            recorded_step(part, step_product(loop.params, merged), project(z_t), c, stream_t)
-            for part, c, (z_t, stream_t) in zip(
+            recorded_step(part_loop, step_product(loop.params, merged), project(z_t), c, stream_t)
+            for part_loop, c, (z_t, stream_t) in zip(
                 loops, carries, halves.divided(inputs, parts), strict=True
             )
         ]
@@ -209,7 +212,7 @@ def run(
 
     last, (carries, pre) = jax.lax.scan(
         body,
-        [part.carry for part in loops],
+        [part_loop.carry for part_loop in loops],
         (loop.xs, loop.stream),
         reverse=settings.reverse,
         unroll=settings.unroll,
@@ -219,18 +222,19 @@ def run(
 
 def _forward(loop: Loop) -> tuple[tuple[Carry, Carry], Any]:
     last, carries, pre = run(loop)
-    carries = kept(carries)  # though not if they are formed again and nothing else reads them
-    read = carries  # by the backward loop
+    # Though not if they are formed again and nothing else reads them.
+    carries = mark_residuals(carries)
+    loop_carries = carries  # by the backward loop
     if loop.settings.keep and _replays(loop.params):
         pre = _replay(loop, carries)
     elif loop.settings.keep:
-        pre = kept(pre)
-        read = _rebuild(loop, pre)
+        pre = mark_residuals(pre)
+        loop_carries = _rebuild(loop, pre)
     # The backward loop's products are with the transposes: a CPU's take half as long again where
     # each of them transposes by itself. They are kept, or each chunk would transpose again.
     # XLA folds the second transpose into the product.
-    transposed = kept(jax.tree.map(_transposed, loop.params))
-    return (last, carries), (residuals(loop, read, pre), transposed)
+    transposed = mark_residuals(jax.tree.map(_transposed, loop.params))
+    return (last, carries), (residuals(loop, loop_carries, pre), transposed)
 
 
 def _replays(weights: Weights) -> bool:
@@ -250,8 +254,8 @@ def _rebuild(loop: Loop, pre: Slots) -> Carry:
     def body(c: Carry, inputs: Any) -> tuple[Carry, Carry]:
         pre_t, apart_t, stream_t = inputs
 
-        def step(read: Carry) -> Carry:
-            return update(read, apart_t, lambda slot, x: pre_t[slot])
+        def step(carry: Carry) -> Carry:
+            return update(carry, apart_t, lambda slot, x: pre_t[slot])
 
         c = loop.advance(step, c, stream_t)
         return c, c
@@ -266,8 +270,8 @@ def _replay(loop: Loop, carries: Carry) -> Slots:
     def step(prev: Carry, z_t: Slots, stream_t: Stream) -> Slots:
         return recorded_step(loop, step_product(loop.params), z_t, prev, stream_t)[1]
 
-    before = shifted(loop.carry, carries, loop.settings.reverse)
-    return jax.vmap(step)(before, loop.xs, loop.stream)
+    previous = shifted(loop.carry, carries, loop.settings.reverse)
+    return jax.vmap(step)(previous, loop.xs, loop.stream)
 
 
 def _backward(saved: tuple[Residuals, Weights], cotangents: tuple[Carry, Carry]) -> tuple[Loop]:
@@ -275,8 +279,8 @@ def _backward(saved: tuple[Residuals, Weights], cotangents: tuple[Carry, Carry])
     loop, carries = residual.loop, residual.carries
     weights = jax.tree.map(_transposed, transposed)
     d_carry, d_reset, d_pre, d_apart = run_back(residual, weights, cotangents)
-    before = shifted(loop.carry, carries, loop.settings.reverse)
-    d_weights, d_inputs = gradients(residual, before, d_pre, d_apart)
+    previous = shifted(loop.carry, carries, loop.settings.reverse)
+    d_weights, d_inputs = gradients(residual, previous, d_pre, d_apart)
     d_loop = loop.replace(params=d_weights, xs=d_inputs, carry=d_carry, reset_carry=d_reset)
     return (d_loop.replace(carry_fns=None, stream=None),)
 
@@ -324,10 +328,10 @@ def _previous(loop: Loop, carries: Carry, t: jax.Array) -> Carry:
     """The carry before step t, from where it lies."""
     steps = jax.tree.leaves(carries)[0].shape[0]
     first, towards_first = (steps - 1, 1) if loop.settings.reverse else (0, -1)
-    at = jnp.clip(t + towards_first, 0, steps - 1)
+    index = jnp.clip(t + towards_first, 0, steps - 1)
     return jax.tree.map(
-        lambda all_, start: jnp.where(
-            t == first, start, jax.lax.dynamic_index_in_dim(all_, at, keepdims=False)
+        lambda sequence, start: jnp.where(
+            t == first, start, jax.lax.dynamic_index_in_dim(sequence, index, keepdims=False)
         ),
         carries,
         loop.carry,
@@ -356,13 +360,15 @@ def accumulate(loop: Loop, z: Any, looped: Carry) -> tuple[Carry, Carry]:
     """The last carry and those of all steps, from the fields that feed back."""
     settings, cell = loop.settings, loop.settings.cell
     assert cell.sums is not None
-    before = read_by_increments(feeding(loop), looped)
+    previous = increment_inputs(feeding(loop), looped)
     if two_layer.serves(loop):
         assert isinstance(cell, GATO)
-        added: Slots = {"s": two_layer.increment(loop.params["g"], before.r, loop.xs, cell.dtype)}
+        increments: Slots = {
+            "s": two_layer.increment(loop.params["g"], previous.r, loop.xs, cell.dtype)
+        }
     else:
-        added = cell.sums.increment(loop.params, before, z)
-    sums = summing(loop, added)
+        increments = cell.sums.increment(loop.params, previous, z)
+    sums = summing(loop, increments)
 
     def body(total: Carry, inputs: Any) -> tuple[Carry, Carry]:
         added_t, stream_t = inputs

@@ -29,7 +29,7 @@ from recurrent_gates.backends.shared.refusal import refuse_derivative
 from recurrent_gates.backends.shared.rows import projected
 from recurrent_gates.carry import CarryFn, Detach, Zoneout, get_field
 from recurrent_gates.declared import Carry, outdated
-from recurrent_gates.scan import Loop, Segment, Stream, kept, with_zeros
+from recurrent_gates.scan import Loop, Segment, Stream, mark_residuals, with_zeros
 from recurrent_gates.shapes import expand
 
 Vector = tuple[jax.Array, ...]
@@ -56,6 +56,8 @@ def unsupported(loop: Loop) -> str | None:
         return "it cuts time into blocks by sizes, and these are symbolic."
     if len({leaf.shape for leaf in jax.tree.leaves(loop.carry)}) > 1:
         return f"the fields of {name} do not have one shape."
+    if not all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(loop.carry)):
+        return f"a carry of {name} has other numbers than floating-point ones."
     for fn, noise in zip(loop.carry_fns, loop.stream.noise, strict=True):
         get_field(loop.carry, fn.field)  # an unknown field is an error under any backend
         chooses = fn.chooses and (noise is not None or type(fn) is Zoneout)
@@ -75,11 +77,11 @@ def chunk(loop: Loop) -> int | None:
     z = jax.eval_shape(loop.settings.cell.project, loop.params, loop.xs)
     coefficients = loop.steps * (1 + len(jax.tree.leaves(loop.carry))) * _bytes(loop.carry)
     budget = max(_CHUNK_BYTES, _PARAM_CHUNKS * _bytes(loop.params))
-    most = max(_LEAST, loop.steps * budget // max(_bytes(z), coefficients, 1))
-    if most >= loop.steps:
+    limit = max(_LEAST, loop.steps * budget // max(_bytes(z), coefficients, 1))
+    if limit >= loop.steps:
         return None
     # Without a rest, if that costs little: a rest is a second program to compile.
-    return next((n for n in range(most, most // 2, -1) if loop.steps % n == 0), most)
+    return next((n for n in range(limit, limit // 2, -1) if loop.steps % n == 0), limit)
 
 
 def _bytes(tree: Any) -> int:
@@ -91,11 +93,11 @@ def segment(loop: Loop) -> Segment:
     settings, cell = loop.settings, loop.settings.cell
     z = projected(loop)
     # What changes no value changes the slopes that the gradient takes, and a reset carry's.
-    back, offsets = _coefficients(loop, z)
-    slopes = back if _acting(loop) is loop else _coefficients(_acting(loop), z)[0]
+    gradient_slopes, offsets = _coefficients(loop, z)
+    slopes = gradient_slopes if _acting(loop) is loop else _coefficients(_acting(loop), z)[0]
     leaves, structure = jax.tree.flatten(loop.carry)
-    traversal = _Traversal(settings.reverse, settings.unroll, once=slopes is not back)
-    run = _Run(slopes, back, offsets, tuple(leaves), loop.stream.resets)
+    traversal = _Traversal(settings.reverse, settings.unroll, once=slopes is not gradient_slopes)
+    run = _Run(slopes, gradient_slopes, offsets, tuple(leaves), loop.stream.resets)
     last, values = _recurrence(traversal, run)
     carries = jax.tree.unflatten(structure, values)
     ys = with_zeros(loop.stream.valid, cell.emit(loop.params, carries, z))
@@ -107,11 +109,11 @@ def segment(loop: Loop) -> Segment:
 def _acting(loop: Loop) -> Loop:
     """The loop without those carry functions that act on gradients alone."""
     pairs = zip(loop.carry_fns, loop.stream.noise, strict=True)
-    acting = [(fn, noise) for fn, noise in pairs if fn.changes_values or _is_idle(fn, noise)]
-    if len(acting) == len(loop.carry_fns):
+    active_pairs = [(fn, noise) for fn, noise in pairs if fn.changes_values or _is_idle(fn, noise)]
+    if len(active_pairs) == len(loop.carry_fns):
         return loop
-    stream = loop.stream._replace(noise=tuple(noise for _, noise in acting))
-    return loop.replace(carry_fns=tuple(fn for fn, _ in acting), stream=stream)
+    stream = loop.stream._replace(noise=tuple(noise for _, noise in active_pairs))
+    return loop.replace(carry_fns=tuple(fn for fn, _ in active_pairs), stream=stream)
 
 
 def _is_idle(fn: CarryFn, noise: Any) -> bool:
@@ -157,15 +159,15 @@ class _Run(NamedTuple):
 
     Attributes:
       slopes: a.
-      back: a as the gradient takes it; it differs where a carry function acts on gradients. No
-        value depends on it: its cotangent is None.
+      gradient_slopes: a as the gradient takes it; it differs where a carry function acts on
+        gradients. No value depends on it: its cotangent is None.
       offsets: b.
       start: h before the first step.
       resets: the steps whose a is 0 because nothing is read, or None.
     """
 
     slopes: Matrix
-    back: Matrix | None
+    gradient_slopes: Matrix | None
     offsets: Vector
     start: Vector
     resets: jax.Array | None
@@ -185,34 +187,36 @@ def _recurrence(traversal: _Traversal, run: _Run) -> tuple[Vector, Vector]:
 
 def _forward(traversal: _Traversal, run: _Run) -> tuple[tuple[Vector, Vector], Any]:
     last, values = _recurrence(traversal, run)
-    values = kept(values)
+    values = mark_residuals(values)
     if traversal.once:
         # What a step read is not kept as it read it.
         last, values = refuse_derivative(_NO_SECOND_DERIVATIVES, (last, values))
-    return (last, values), (run.back, values, run.start, run.resets)
+    return (last, values), (run.gradient_slopes, values, run.start, run.resets)
 
 
 def _backward(
     traversal: _Traversal, residuals: Any, cotangents: tuple[Vector, Vector]
 ) -> tuple[_Run]:
-    back, values, start, resets = residuals
+    gradient_slopes, values, start, resets = residuals
     d_last, d_values = cotangents
-    other = traversal._replace(reverse=not traversal.reverse)
-    d_start, d_new = _solve(_backward_step, other, _transposed(back), d_values, d_last)
-    before = _shifted(start, values, traversal.reverse)
+    backward_traversal = traversal._replace(reverse=not traversal.reverse)
+    d_start, d_new = _solve(
+        _backward_step, backward_traversal, _transposed(gradient_slopes), d_values, d_last
+    )
+    previous = _shifted(start, values, traversal.reverse)
     if resets is not None:  # what a reset does not read may be NaN
-        before = tuple(jnp.where(expand(resets, h), jnp.zeros_like(h), h) for h in before)
+        previous = tuple(jnp.where(expand(resets, h), jnp.zeros_like(h), h) for h in previous)
     if traversal.once:
         d_new, d_start = refuse_derivative(_NO_SECOND_DERIVATIVES, (d_new, d_start))
-    d_slopes = tuple(tuple(d * h for h in before) for d in d_new)
+    d_slopes = tuple(tuple(d * h for h in previous) for d in d_new)
     return (_Run(d_slopes, None, d_new, d_start, None),)
 
 
 def _shifted(start: Vector, values: Vector, reverse: bool) -> Vector:
     """The value before each entry of the first axis."""
     return tuple(
-        jnp.concatenate([all_[1:], first[None]] if reverse else [first[None], all_[:-1]])
-        for first, all_ in zip(start, values, strict=True)
+        jnp.concatenate([sequence[1:], first[None]] if reverse else [first[None], sequence[:-1]])
+        for first, sequence in zip(start, values, strict=True)
     )
 
 
@@ -278,11 +282,11 @@ def _solve(
         reverse=traversal.reverse,
     )
     starts = _shifted(start, ends, traversal.reverse)
-    written = _second_pass(step, traversal, slopes, inputs, starts)
+    outputs = _second_pass(step, traversal, slopes, inputs, starts)
     last = tuple(end[0 if traversal.reverse else -1] for end in ends)
-    whole = tuple(x.reshape(count * length, *x.shape[2:]) for x in written)
+    flat_outputs = tuple(x.reshape(count * length, *x.shape[2:]) for x in outputs)
     extra = count * length - steps
-    return last, tuple(x[extra:] if traversal.reverse else x[:steps] for x in whole)
+    return last, tuple(x[extra:] if traversal.reverse else x[:steps] for x in flat_outputs)
 
 
 def _block_steps(steps: int, width: int) -> int:
@@ -322,10 +326,12 @@ def _blocks(tree: Any, shape: tuple[int, int], reverse: bool) -> Any:
     return slopes, tuple(cut(x, 0.0) for x in inputs)
 
 
-def _at(tree: Any, i: jax.Array, length: int, reverse: bool) -> Any:
+def _step_inputs(tree: Any, i: jax.Array, length: int, reverse: bool) -> Any:
     """Step i of all blocks, from where it lies."""
-    at = length - 1 - i if reverse else i
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, at, axis=1, keepdims=False), tree)
+    index = length - 1 - i if reverse else i
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False), tree
+    )
 
 
 def _composed(
@@ -343,7 +349,7 @@ def _composed(
 
     def body(i: jax.Array, state: Any) -> Any:
         value, columns = state
-        slopes_t, inputs_t = _at((slopes, inputs), i, length, traversal.reverse)
+        slopes_t, inputs_t = _step_inputs((slopes, inputs), i, length, traversal.reverse)
         return step(slopes_t, inputs_t, value)[0], tuple(_times(slopes_t, c) for c in columns)
 
     value, columns = jax.lax.fori_loop(0, length, body, (value, columns), unroll=traversal.unroll)
@@ -357,13 +363,13 @@ def _second_pass(
     length = inputs[0].shape[1]
 
     def body(i: jax.Array, state: Any) -> Any:
-        value, written = state
-        slopes_t, inputs_t = _at((slopes, inputs), i, length, traversal.reverse)
+        value, outputs = state
+        slopes_t, inputs_t = _step_inputs((slopes, inputs), i, length, traversal.reverse)
         value, new = step(slopes_t, inputs_t, value)
-        at = length - 1 - i if traversal.reverse else i
+        index = length - 1 - i if traversal.reverse else i
         return value, tuple(
-            jax.lax.dynamic_update_index_in_dim(all_, one, at, axis=1)
-            for all_, one in zip(written, new, strict=True)
+            jax.lax.dynamic_update_index_in_dim(sequence, entry, index, axis=1)
+            for sequence, entry in zip(outputs, new, strict=True)
         )
 
     empty = tuple(map(jnp.zeros_like, inputs))

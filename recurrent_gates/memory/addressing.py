@@ -46,9 +46,9 @@ def next_usage(
     Returns:
       ``[..., N]`` in [0, 1].
     """
-    written = 1 - jnp.prod(1 - jax.lax.stop_gradient(write_weights), axis=-2)
-    retained = jnp.prod(1 - free_gates[..., None] * read_weights, axis=-2)  # psi_t
-    return (usage + (1 - usage) * written) * retained
+    writing = 1 - jnp.prod(1 - jax.lax.stop_gradient(write_weights), axis=-2)
+    retention = jnp.prod(1 - free_gates[..., None] * read_weights, axis=-2)  # psi_t
+    return (usage + (1 - usage) * writing) * retention
 
 
 def allocation_weights(usage: jax.Array) -> jax.Array:
@@ -61,8 +61,8 @@ def allocation_weights(usage: jax.Array) -> jax.Array:
     u_i, u_j = usage[..., :, None], usage[..., None, :]
     shape, axis = (*usage.shape, usage.shape[-1]), usage.ndim
     i, j = (jax.lax.broadcasted_iota(jnp.int32, shape, axis - n) for n in (1, 0))
-    before = (u_j < u_i) | ((u_j == u_i) & (j < i))
-    product = jnp.exp(jnp.sum(jnp.where(before, jnp.log(u_j), 0.0), axis=-1))
+    order = (u_j < u_i) | ((u_j == u_i) & (j < i))
+    product = jnp.exp(jnp.sum(jnp.where(order, jnp.log(u_j), 0.0), axis=-1))
     return (1 - usage) * product
 
 
@@ -104,8 +104,8 @@ def next_memory(
       erase: ``[..., V, W]`` in [0, 1].
       write: ``[..., V, W]``.
     """
-    kept = jnp.prod(1 - _outer(weights, erase), axis=-3)
-    return memory * kept + jnp.einsum("...vn,...vw->...nw", weights, write)
+    retention = jnp.prod(1 - _outer(weights, erase), axis=-3)
+    return memory * retention + jnp.einsum("...vn,...vw->...nw", weights, write)
 
 
 def next_link(link: jax.Array, precedence: jax.Array, weights: jax.Array) -> jax.Array:
@@ -121,8 +121,8 @@ def next_link(link: jax.Array, precedence: jax.Array, weights: jax.Array) -> jax
     """
     w_i, w_j = weights[..., :, None], weights[..., None, :]
     new = (1 - w_i - w_j) * link + _outer(weights, precedence)
-    apart = 1 - jnp.eye(link.shape[-1], dtype=link.dtype)
-    return new * apart.reshape((1,) * (link.ndim - 2) + apart.shape)
+    off_diagonal = 1 - jnp.eye(link.shape[-1], dtype=link.dtype)
+    return new * off_diagonal.reshape((1,) * (link.ndim - 2) + off_diagonal.shape)
 
 
 def next_precedence(precedence: jax.Array, weights: jax.Array) -> jax.Array:
@@ -131,13 +131,13 @@ def next_precedence(precedence: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def read_weights(
-    link: jax.Array, before: jax.Array, content: jax.Array, modes: jax.Array
+    link: jax.Array, previous: jax.Array, content: jax.Array, modes: jax.Array
 ) -> jax.Array:
     """Where each head reads: back or on along the order of writing, or what it names: w_t.
 
     Args:
       link: ``[..., V, N, N]``.
-      before: ``[..., R, N]``, where the step before read.
+      previous: ``[..., R, N]``, where the step before read.
       content: ``[..., R, N]``.
       modes: ``[..., R, 2 V + 1]``, which sum to 1: back and on for each write head, then content.
 
@@ -145,11 +145,11 @@ def read_weights(
       ``[..., R, N]``.
     """
     heads = link.shape[-3]
-    back = jnp.einsum("...vij,...ri->...rvj", link, before)
-    on = jnp.einsum("...vij,...rj->...rvi", link, before)
-    both = jnp.concatenate([back, on], axis=-2)
-    moved = jnp.einsum("...rv,...rvn->...rn", modes[..., : 2 * heads], both)
-    return moved + modes[..., -1:] * content
+    backward = jnp.einsum("...vij,...ri->...rvj", link, previous)
+    forward = jnp.einsum("...vij,...rj->...rvi", link, previous)
+    directions = jnp.concatenate([backward, forward], axis=-2)
+    shifts = jnp.einsum("...rv,...rvn->...rn", modes[..., : 2 * heads], directions)
+    return shifts + modes[..., -1:] * content
 
 
 def _outer(a: jax.Array, b: jax.Array) -> jax.Array:

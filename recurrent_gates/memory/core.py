@@ -68,8 +68,8 @@ class MemoryCell(Cell):
     @nn.nowrap
     def _check_sizes(self, *names: str) -> None:
         for name in names:
-            what = f"{type(self).__name__} {name} is a whole number"
-            setattr(self, name, checks.whole_number(what, getattr(self, name)))
+            subject = f"{type(self).__name__} {name} is a whole number"
+            setattr(self, name, checks.whole_number(subject, getattr(self, name)))
 
     @nn.nowrap
     def zeros(self, batch_shape: Sequence[int], *shape: int) -> jax.Array:

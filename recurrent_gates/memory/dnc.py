@@ -126,10 +126,10 @@ class DNC(MemoryCell):
         checks.key("key", key)
         width = checks.in_features(in_features) + self._read_features
         controller, interface = jax.random.split(key)
-        said = sum(map(math.prod, self.interface.values()))
+        interface_size = sum(map(math.prod, self.interface.values()))
         return {
             "controller": self._controller.init_params(controller, width),
-            "interface": self.init_linear(interface, self.features, said),
+            "interface": self.init_linear(interface, self.features, interface_size),
         }
 
     @nn.nowrap
@@ -155,8 +155,8 @@ class DNC(MemoryCell):
         controller = params["controller"]
         checks.kernels(controller)
         rows = {s: kernel[: -self._read_features] for s, kernel in controller["kernel"].items()}
-        own = {**controller, "kernel": rows}
-        return linear_project(own, x, gate=self.gate, dtype=self.dtype)
+        input_params = {**controller, "kernel": rows}
+        return linear_project(input_params, x, gate=self.gate, dtype=self.dtype)
 
     @nn.nowrap
     def step(self, params: Params, carry: DNCState, z_t: Slots) -> DNCState:
@@ -165,8 +165,8 @@ class DNC(MemoryCell):
         state = self._controller.step(params["controller"], LSTMState(carry.c, carry.h), z)
         if self.clip is not None:
             state = LSTMState(*(jnp.clip(x, -self.clip, self.clip) for x in state))
-        said = linear(params["interface"], state.h, inputs_dtype(z_t))
-        return self._access(carry._replace(c=state.c, h=state.h), self._activated(said))
+        interface = linear(params["interface"], state.h, inputs_dtype(z_t))
+        return self._access(carry._replace(c=state.c, h=state.h), self._activated(interface))
 
     @nn.nowrap
     def gates(self, params: Params, carry_tm1: DNCState, z: Slots) -> dict[str, jax.Array]:
@@ -185,16 +185,16 @@ class DNC(MemoryCell):
         """Pre-activations with the part of what was read."""
         width, x = self._read_features, flat(reads)
         dtype = inputs_dtype(z)
-        read = {s: matrix_product(x, k[-width:], dtype) for s, k in params["kernel"].items()}
-        return {slot: z[slot] + product.astype(dtype) for slot, product in read.items()}
+        products = {s: matrix_product(x, k[-width:], dtype) for s, k in params["kernel"].items()}
+        return {slot: z[slot] + product.astype(dtype) for slot, product in products.items()}
 
     @nn.nowrap
-    def _activated(self, said: jax.Array) -> dict[str, jax.Array]:
+    def _activated(self, interface: jax.Array) -> dict[str, jax.Array]:
         """The interface by name, each in its range."""
         shapes = self.interface
         ends = list(itertools.accumulate(map(math.prod, shapes.values())))[:-1]
-        parts = dict(zip(shapes, jnp.split(said, ends, axis=-1), strict=True))
-        out = {name: x.reshape(*x.shape[:-1], *shapes[name]) for name, x in parts.items()}
+        pieces = dict(zip(shapes, jnp.split(interface, ends, axis=-1), strict=True))
+        out = {name: x.reshape(*x.shape[:-1], *shapes[name]) for name, x in pieces.items()}
         for name in ("erase_vectors", "free_gates", "allocation_gates", "write_gates"):
             out[name] = jax.nn.sigmoid(out[name])
         for name in ("write_strengths", "read_strengths"):
@@ -203,29 +203,33 @@ class DNC(MemoryCell):
         return out
 
     @nn.nowrap
-    def _access(self, carry: DNCState, said: Slots) -> DNCState:
+    def _access(self, carry: DNCState, interface: Slots) -> DNCState:
         """Frees, writes, links and reads, in this order."""
         usage = addressing.next_usage(
-            carry.usage, carry.write_weights, said["free_gates"], carry.read_weights
+            carry.usage, carry.write_weights, interface["free_gates"], carry.read_weights
         )
         content = addressing.content_weights(
-            carry.memory, said["write_keys"], said["write_strengths"]
+            carry.memory, interface["write_keys"], interface["write_strengths"]
         )
-        written = addressing.write_weights(
-            usage, content, said["allocation_gates"], said["write_gates"]
+        write_weights = addressing.write_weights(
+            usage, content, interface["allocation_gates"], interface["write_gates"]
         )
         memory = addressing.next_memory(
-            carry.memory, written, said["erase_vectors"], said["write_vectors"]
+            carry.memory, write_weights, interface["erase_vectors"], interface["write_vectors"]
         )
-        link = addressing.next_link(carry.link, carry.precedence, written)
-        content = addressing.content_weights(memory, said["read_keys"], said["read_strengths"])
-        read = addressing.read_weights(link, carry.read_weights, content, said["read_modes"])
+        link = addressing.next_link(carry.link, carry.precedence, write_weights)
+        content = addressing.content_weights(
+            memory, interface["read_keys"], interface["read_strengths"]
+        )
+        read_weights = addressing.read_weights(
+            link, carry.read_weights, content, interface["read_modes"]
+        )
         return carry._replace(
-            reads=jnp.einsum("...rn,...nw->...rw", read, memory),
+            reads=jnp.einsum("...rn,...nw->...rw", read_weights, memory),
             memory=memory,
-            read_weights=read,
-            write_weights=written,
+            read_weights=read_weights,
+            write_weights=write_weights,
             link=link,
-            precedence=addressing.next_precedence(carry.precedence, written),
+            precedence=addressing.next_precedence(carry.precedence, write_weights),
             usage=usage,
         )

@@ -107,12 +107,12 @@ class RMC(MemoryCell):
             self.gate.check(self.slot_size)
             return
         if self.gate_style is None:
-            fields = {field.name: field.default for field in dataclasses.fields(self)}
+            defaults = {field.name: field.default for field in dataclasses.fields(self)}
             for name in ("gate", "bias_vectors", "recurrent_kernel_init"):
-                if getattr(self, name) != fields[name]:
+                if getattr(self, name) != defaults[name]:
                     raise ValueError(f"RMC {name} has no effect: gate_style=None leaves no gates.")
-        one = self.gate.activation == "sigmoid" and self.gate.bias != "uniform"
-        if self.gate_style == "memory" and (self.gate.master or not one):
+        is_scalar = self.gate.activation == "sigmoid" and self.gate.bias != "uniform"
+        if self.gate_style == "memory" and (self.gate.master or not is_scalar):
             raise ValueError(
                 "RMC gate_style='memory' has one gate for a slot: the gate must be neither uniform "
                 "nor ordered, and without masters."
@@ -177,10 +177,10 @@ class RMC(MemoryCell):
         for role in ("bias", "recurrent_bias")[: self.bias_vectors]:
             params[role] = {s: self.bias_init(next(keys), (w,), dtype) for s, w in slots.items()}
         features = width if self.gate_style == "unit" else 1
-        for s, start in self.gate.slot_bias(next(keys), features, dtype).items():
-            params["bias"][s] = params["bias"][s] + start
-        own = self.gate.init(next(keys), features, dtype)
-        return {**params, "gate": own} if own else params
+        for s, offset in self.gate.slot_bias(next(keys), features, dtype).items():
+            params["bias"][s] = params["bias"][s] + offset
+        gate_params = self.gate.init(next(keys), features, dtype)
+        return {**params, "gate": gate_params} if gate_params else params
 
     @nn.nowrap
     def initial(self, batch_shape: Sequence[int]) -> RMCState:
@@ -227,10 +227,10 @@ class RMC(MemoryCell):
     @nn.nowrap
     def _gates(self, params: Params, memory: jax.Array, z: Slots) -> tuple[jax.Array, jax.Array]:
         """f and i ``[..., N, S]``, or ``[..., N, 1]``."""
-        read, dtype = jnp.tanh(memory), inputs_dtype(z)
+        state, dtype = jnp.tanh(memory), inputs_dtype(z)
         pre = {}
         for slot, kernel in params["recurrent_kernel"].items():
-            product = rows_product(read, kernel, dtype)
+            product = rows_product(state, kernel, dtype)
             pre[slot] = product + z[slot][..., None, :].astype(product.dtype)  # Eq. (4), (5)
         return self.gate.activate(pre)
 
@@ -248,27 +248,27 @@ class RMC(MemoryCell):
                 rows = rows if last else jnp.concatenate([rows, row], axis=-2)
             elif last:
                 rows = rows[..., :slots, :]
-            found = self._attention(qkv, rows.shape[-2], dtype)
-            rows = _layer_norm(block["attention_norm"], rows + found)
+            attention = self._attention(qkv, rows.shape[-2], dtype)
+            rows = _layer_norm(block["attention_norm"], rows + attention)
             rows = _layer_norm(
                 block["mlp_norm"], rows + self._perceptron(params["mlp"], rows, dtype)
             )
         return rows
 
     @nn.nowrap
-    def _attention(self, qkv: jax.Array, reading: int, dtype: Any) -> jax.Array:
-        """What the first ``reading`` rows read of all rows, ``[..., reading, S]`` (eq. 2)."""
+    def _attention(self, qkv: jax.Array, count: int, dtype: Any) -> jax.Array:
+        """What the first ``count`` rows read of all rows, ``[..., count, S]`` (eq. 2)."""
         by_head = qkv.reshape(*qkv.shape[:-1], self.heads, sum(self._head_widths))
         key = self._head_widths[0]
         q, k, v = jnp.split(by_head, (key, 2 * key), axis=-1)
-        q = q[..., :reading, :, :] * key**-0.5
+        q = q[..., :count, :, :] * key**-0.5
         total = state_dtype(dtype)
-        similar = jnp.einsum(
+        similarity = jnp.einsum(
             "...ihk,...jhk->...hij", q.astype(dtype), k.astype(dtype), preferred_element_type=total
         )
-        weights = jax.nn.softmax(similar, axis=-1)
-        read = _weighted(weights.astype(dtype), v.astype(dtype), total)
-        return read.reshape(*read.shape[:-2], self.slot_size)
+        weights = jax.nn.softmax(similarity, axis=-1)
+        values = _weighted(weights.astype(dtype), v.astype(dtype), total)
+        return values.reshape(*values.shape[:-2], self.slot_size)
 
     @nn.nowrap
     def _perceptron(self, params: Params, rows: jax.Array, dtype: Any) -> jax.Array:

@@ -18,7 +18,7 @@ from recurrent_gates.base import linear_project
 from recurrent_gates.cells import LSTM, LSTMState
 from recurrent_gates.declared import Params, Slots, inputs_dtype, matrix_product
 from recurrent_gates.memory.core import MemoryCell, flat, linear
-from recurrent_gates.scan import kept
+from recurrent_gates.scan import mark_residuals
 from recurrent_gates.shapes import lead
 
 _LAYERS = 2
@@ -185,25 +185,30 @@ class RMA(MemoryCell):
         """The controller's, both layers side by side."""
         code = self._encode(params["encoder"], carry_tm1, z).astype(inputs_dtype(z))
         layers = self._layers(params, carry_tm1, code)
-        gates = [self._controller.gates(own, state, inputs) for own, state, inputs, _ in layers]
-        return {name: jnp.concatenate([own[name] for own in gates], axis=-1) for name in gates[0]}
+        gates = [
+            self._controller.gates(layer_params, state, inputs)
+            for layer_params, state, inputs, _ in layers
+        ]
+        return {
+            name: jnp.concatenate([layer[name] for layer in gates], axis=-1) for name in gates[0]
+        }
 
     @nn.nowrap
     def emit(self, params: Params, carry: RMAState, z: Slots) -> Any:
         dtype = inputs_dtype(z)
-        parts = (carry.z, carry.h, flat(carry.reads))
+        outputs = (carry.z, carry.h, flat(carry.reads))
         if not self.emit_parts:
-            return jnp.concatenate(parts, axis=-1).astype(dtype)
+            return jnp.concatenate(outputs, axis=-1).astype(dtype)
         _, strengths = self._keys(params["reader"], carry.h, dtype)
-        return RMAOutput(*(part.astype(dtype) for part in (*parts, strengths)))
+        return RMAOutput(*(output.astype(dtype) for output in (*outputs, strengths)))
 
     @nn.nowrap
     def _encode(self, params: Params, carry: RMAState, z_t: Slots) -> jax.Array:
         """The code z of the input, the controller's states and what was read."""
         dtype = inputs_dtype(z_t)
         kernel = params["layer_0"]["kernel"]["z"][-self._fed_back :]
-        known = jnp.concatenate([carry.h, flat(carry.reads)], axis=-1)
-        product = matrix_product(known, kernel, dtype)
+        feedback = jnp.concatenate([carry.h, flat(carry.reads)], axis=-1)
+        product = matrix_product(feedback, kernel, dtype)
         first = jnp.tanh(product + z_t["z"].astype(product.dtype))
         return linear(params["layer_1"], first, dtype)
 
@@ -216,19 +221,21 @@ class RMA(MemoryCell):
         cs, hs = (jnp.split(field, _LAYERS, axis=-1) for field in (carry.c, carry.h))
         x = code
         for index, (c, h) in enumerate(zip(cs, hs, strict=True)):
-            own, state = params[f"controller_{index}"], LSTMState(c, h)
-            inputs = self._controller.project(own, x)
-            new = self._controller.step(own, state, inputs)
-            layers.append((own, state, inputs, new))
+            layer_params, state = params[f"controller_{index}"], LSTMState(c, h)
+            inputs = self._controller.project(layer_params, x)
+            new = self._controller.step(layer_params, state, inputs)
+            layers.append((layer_params, state, inputs, new))
             x = jnp.concatenate([code, new.h.astype(code.dtype)], axis=-1)
         return layers
 
     @nn.nowrap
     def _keys(self, params: Params, h: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
         """Keys ``[..., R, Z]`` and strengths ``[..., R]`` of the read heads."""
-        said, width = linear(params, h, dtype), self.read_heads * self.word_size
-        keys = said[..., :width].reshape(*said.shape[:-1], self.read_heads, self.word_size)
-        return keys, jax.nn.softplus(said[..., width:])
+        interface, width = linear(params, h, dtype), self.read_heads * self.word_size
+        keys = interface[..., :width].reshape(
+            *interface.shape[:-1], self.read_heads, self.word_size
+        )
+        return keys, jax.nn.softplus(interface[..., width:])
 
 
 def _inverse_length(rows: jax.Array) -> jax.Array:
@@ -244,45 +251,45 @@ def _read(memory: jax.Array, keys: jax.Array, strengths: jax.Array, top_k: int) 
     keys = keys * (strengths * _inverse_length(keys))[..., None]
     # Products before lengths: rows of length 1 would be a second memory.
     product = jnp.einsum("...rz,...nz->...rn", keys, memory)
-    similar = product * _inverse_length(memory)[..., None, :]
-    alike = jax.lax.stop_gradient(similar)
-    heads, slots = similar.shape[-2:]
+    similarity = product * _inverse_length(memory)[..., None, :]
+    scores = jax.lax.stop_gradient(similarity)
+    heads, slots = similarity.shape[-2:]
     if slots <= heads * top_k:  # no more rows than the heads would copy: read them where they are
-        similar = jnp.where(kept(_among_top(alike, top_k)), similar, -jnp.inf)
-        return jnp.einsum("...rn,...nz->...rz", jax.nn.softmax(similar, axis=-1), memory)
-    rows = kept(jax.lax.top_k(alike, top_k)[1])
-    chosen = jnp.take_along_axis(memory[..., None, :, :], rows[..., None], axis=-2)
-    product = jnp.einsum("...rz,...rkz->...rk", keys, chosen)
-    weights = jax.nn.softmax(product * _inverse_length(chosen), axis=-1)
-    return jnp.einsum("...rk,...rkz->...rz", weights, chosen)
+        similarity = jnp.where(mark_residuals(_among_top(scores, top_k)), similarity, -jnp.inf)
+        return jnp.einsum("...rn,...nz->...rz", jax.nn.softmax(similarity, axis=-1), memory)
+    rows = mark_residuals(jax.lax.top_k(scores, top_k)[1])
+    top_rows = jnp.take_along_axis(memory[..., None, :, :], rows[..., None], axis=-2)
+    product = jnp.einsum("...rz,...rkz->...rk", keys, top_rows)
+    weights = jax.nn.softmax(product * _inverse_length(top_rows), axis=-1)
+    return jnp.einsum("...rk,...rkz->...rz", weights, top_rows)
 
 
-def _among_top(similar: jax.Array, top_k: int) -> jax.Array:
+def _among_top(similarity: jax.Array, top_k: int) -> jax.Array:
     """Which of the slots ``[..., N]`` are among the ``top_k`` most similar: bool ``[..., N]``.
 
     Of equals the first, as ``jax.lax.top_k`` has it. Of few slots without its sort: before one of
     them come fewer than ``top_k``.
     """
-    slots = similar.shape[-1]
+    slots = similarity.shape[-1]
     if slots == top_k:
-        return jnp.ones(similar.shape, bool)
+        return jnp.ones(similarity.shape, bool)
     if slots > _FEW_ROWS:
-        heads = similar.reshape(-1, slots)
+        heads = similarity.reshape(-1, slots)
         places = (jnp.arange(heads.shape[0])[:, None], jax.lax.top_k(heads, top_k)[1])
-        none = jnp.zeros(heads.shape, bool)
-        among = none.at[places].set(True, unique_indices=True, mode="promise_in_bounds")
-        return among.reshape(similar.shape)
-    of_j, of_i = similar[..., :, None], similar[..., None, :]
+        no_flags = jnp.zeros(heads.shape, bool)
+        flags = no_flags.at[places].set(True, unique_indices=True, mode="promise_in_bounds")
+        return flags.reshape(similarity.shape)
+    of_j, of_i = similarity[..., :, None], similarity[..., None, :]
     j, i = (jax.lax.broadcasted_iota(jnp.int32, (slots, slots), axis) for axis in (0, 1))
-    before = (of_j > of_i) | ((of_j == of_i) & lead(j < i, of_j))
-    return jnp.sum(before.astype(jnp.float32), axis=-2) < top_k
+    order = (of_j > of_i) | ((of_j == of_i) & lead(j < i, of_j))
+    return jnp.sum(order.astype(jnp.float32), axis=-2) < top_k
 
 
 def _write(memory: jax.Array, position: jax.Array, code: jax.Array) -> jax.Array:
     """The memory with one row of each example replaced."""
     examples = memory.reshape(-1, *memory.shape[-2:])
     rows = (jnp.arange(examples.shape[0]), position.reshape(-1))
-    written = examples.at[rows].set(
+    new_examples = examples.at[rows].set(
         code.reshape(-1, code.shape[-1]), unique_indices=True, mode="promise_in_bounds"
     )
-    return written.reshape(memory.shape)
+    return new_examples.reshape(memory.shape)

@@ -26,32 +26,32 @@ _FEW_ROWS = 12
 _MANY_PRODUCTS = 2**19
 
 
-class _Served(NamedTuple):
+class _Support(NamedTuple):
     """What is known of a cell that has kernels.
 
     Attributes:
       name: theirs, in ``library.CELLS``.
-      kept: how many numbers of a unit and step a backward pass reads.
+      numbers: how many of a unit and step a backward pass reads.
       field: of the carry, what feeds back.
       masks: whether they know masks and resets.
     """
 
     name: str
-    kept: int
+    numbers: int
     field: str
     masks: bool
 
 
-def _served(cell: Cell) -> _Served | None:
+def _support(cell: Cell) -> _Support | None:
     """What is known of a cell; None if it has no kernels."""
     if gato.has_kernels(cell):
-        return _Served(gato.NAME, len(gato.SLOTS) + 3, "r", masks=False)
+        return _Support(gato.NAME, len(gato.SLOTS) + 3, "r", masks=False)
     kernels = gated.kernels(cell)
     if kernels is None:
         return None
     fields = 2 if isinstance(cell, LSTM) else 1
-    kept = len(kernels.slots) + kernels.apart + fields
-    return _Served(kernels.name, kept, "h", masks=True)
+    numbers = len(kernels.slots) + kernels.apart + fields
+    return _Support(kernels.name, numbers, "h", masks=True)
 
 
 def unsupported(loop: Loop) -> str | None:
@@ -59,8 +59,8 @@ def unsupported(loop: Loop) -> str | None:
     cell = loop.settings.cell
     if target.platform() != "cpu":
         return "kernels are for CPUs."
-    served = _served(cell)
-    if served is None:
+    support = _support(cell)
+    if support is None:
         return f"there are no kernels for {type(cell).__name__} with these settings."
     for fn in loop.carry_fns:
         get_field(loop.carry, fn.field)  # an unknown field is an error under any backend
@@ -70,23 +70,23 @@ def unsupported(loop: Loop) -> str | None:
         return "kernels have sizes that are known and inputs of some width."
     if any(map(_is_cut, jax.tree.leaves((loop.params, loop.xs, loop.carry)))):
         return "kernels are not cut along the axes of an explicit mesh."
-    read = loop.params, loop.xs, loop.carry, loop.reset_carry
-    if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(read)):
+    arrays = loop.params, loop.xs, loop.carry, loop.reset_carry
+    if any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(arrays)):
         return "kernels compute in float32."
     if getattr(cell, "dtype", None) not in (None, jnp.dtype(jnp.float32)):
         return "kernels compute in float32."
-    masked = loop.stream.valid is not None or loop.stream.resets is not None
-    if masked and not served.masks:
+    has_masks = loop.stream.valid is not None or loop.stream.resets is not None
+    if has_masks and not support.masks:
         return f"kernels of {type(cell).__name__} know no masks and resets."
     if not all(
-        _scales(fn, noise, served.field)
+        _scales(fn, noise, support.field)
         for fn, noise in zip(loop.carry_fns, loop.stream.noise, strict=True)
     ):
         return (
-            f"of carry functions kernels know Detach and Damp of {served.field}, for the whole "
+            f"of carry functions kernels know Detach and Damp of {support.field}, for the whole "
             "batch."
         )
-    return library.missing(served.name)
+    return library.missing(support.name)
 
 
 def is_for_step(cell: Cell, params: Params, rows: int) -> bool:
@@ -118,12 +118,12 @@ def _scales(fn: CarryFn, noise: Any, field: str) -> bool:
 
 def chunk(loop: Loop) -> int | None:
     """The steps per rematerialised chunk that this backend wants, or None for no chunks."""
-    served = _served(loop.settings.cell)
-    assert served is not None
-    of_step = 4 * jax.tree.leaves(loop.carry)[0].size * served.kept
-    if loop.steps * of_step <= _KEPT_BYTES:
+    support = _support(loop.settings.cell)
+    assert support is not None
+    step_bytes = 4 * jax.tree.leaves(loop.carry)[0].size * support.numbers
+    if loop.steps * step_bytes <= _KEPT_BYTES:
         return None
-    return max(1, _CHUNK_BYTES // of_step)
+    return max(1, _CHUNK_BYTES // step_bytes)
 
 
 def segment(loop: Loop) -> Segment:

@@ -82,8 +82,10 @@ def segment(loop: Loop) -> Segment:
     """A stretch of time of a loop with one axis for the batch."""
     if loop.stream.resets is not None:
         # As the carry, it differs between the devices of a shard_map, and so does its gradient.
-        own = jax.tree.map(lambda x, like: jnp.where(False, like, x), loop.reset_carry, loop.carry)
-        loop = loop.replace(reset_carry=own)
+        reset_carry = jax.tree.map(
+            lambda x, like: jnp.where(False, like, x), loop.reset_carry, loop.carry
+        )
+        loop = loop.replace(reset_carry=reset_carry)
     last, hs, cs = _recurrence(loop)
     ys = with_zeros(loop.stream.valid, hs)
     return Segment(last, ys, _carry(hs, cs) if loop.settings.keep_carries else None)
@@ -106,8 +108,8 @@ def _recurrence(loop: Loop) -> tuple[Carry, jax.Array, jax.Array | None]:
 
 
 def _last(loop: Loop, out: Outputs) -> Carry:
-    at = 0 if loop.settings.reverse else -1
-    return _carry(out.hs[at], None if out.cs is None else out.cs[at])
+    index = 0 if loop.settings.reverse else -1
+    return _carry(out.hs[index], None if out.cs is None else out.cs[index])
 
 
 def _forward(loop: Loop) -> tuple[tuple[Carry, jax.Array, jax.Array | None], Any]:
@@ -123,29 +125,29 @@ def _backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
     assert isinstance(cell, SlotCell)
     slots = _kernels_of(loop).slots
     d = Backward.of(loop, out, d_last, d_hs, d_cs)
-    of_weights = WeightGradients.of(loop, out, d)
+    gradients = WeightGradients.of(loop, out, d)
     d_xs = GatedInputCotangents.of(cell, d.z, [params["kernel"][slot] for slot in slots])
 
     def paired(params: Any, xs: jax.Array, carry: Carry, reset_carry: Carry) -> jax.Array:
         """The linear function whose gradient is asked for, also where a shard_map adds it up."""
         pairs = [(xs, d_xs)]
-        for parts, d_bias in zip(_bias_parts(cell, slots, params), of_weights.biases, strict=True):
-            pairs += [(part, d_bias) for part in parts]
+        for terms, d_bias in zip(_bias_parts(cell, slots, params), gradients.biases, strict=True):
+            pairs += [(term, d_bias) for term in terms]
         for slot, d_kernel, d_weight in zip(
-            slots, of_weights.kernels, of_weights.weights, strict=True
+            slots, gradients.kernels, gradients.weights, strict=True
         ):
             pairs.append((params["kernel"][slot], d_kernel))
             pairs.append((params["recurrent_kernel"][slot], d_weight))
-        if of_weights.own_bias is not None and slots[-1] in params.get("recurrent_bias", {}):
-            pairs.append((params["recurrent_bias"][slots[-1]], of_weights.own_bias))
+        if gradients.own_bias is not None and slots[-1] in params.get("recurrent_bias", {}):
+            pairs.append((params["recurrent_bias"][slots[-1]], gradients.own_bias))
         pairs += zip(jax.tree.leaves(carry), jax.tree.leaves(d.carry), strict=True)
         if d.reset_carry is not None:
-            both = jax.tree.leaves(reset_carry), jax.tree.leaves(d.reset_carry)
-            pairs += zip(*both, strict=True)
+            leaves = jax.tree.leaves(reset_carry), jax.tree.leaves(d.reset_carry)
+            pairs += zip(*leaves, strict=True)
         return jnp.sum(jnp.stack([jnp.sum(a * b) for a, b in pairs]))
 
-    read = params, loop.xs, loop.carry, loop.reset_carry
-    d_params, d_xs, d_carry, d_reset = jax.grad(paired, (0, 1, 2, 3))(*read)
+    arguments = params, loop.xs, loop.carry, loop.reset_carry
+    d_params, d_xs, d_carry, d_reset = jax.grad(paired, (0, 1, 2, 3))(*arguments)
     return loop_of_cotangents(loop, d_params, d_xs, d_carry, d_reset)
 
 
@@ -153,9 +155,9 @@ _recurrence.defvjp(_forward, _backward)
 
 
 def _kernels_of(loop: Loop) -> Kernels:
-    chosen = kernels(loop.settings.cell)
-    assert chosen is not None
-    return chosen
+    cell_kernels = kernels(loop.settings.cell)
+    assert cell_kernels is not None
+    return cell_kernels
 
 
 def _bias_parts(cell: SlotCell, slots: Sequence[str], params: Any) -> list[list[jax.Array]]:
@@ -164,14 +166,14 @@ def _bias_parts(cell: SlotCell, slots: Sequence[str], params: Any) -> list[list[
     A bias that stays apart is none of them.
     """
     gate = cell._gate
-    own = params.get("recurrent_bias", {})
+    biases = params.get("recurrent_bias", {})
     offsets = gate.offsets(params.get("gate", {})) if gate else {}
 
-    def parts(slot: str) -> list[jax.Array]:
-        second = [own[slot]] if slot in own and slot not in cell.separate else []
+    def terms(slot: str) -> list[jax.Array]:
+        second = [biases[slot]] if slot in biases and slot not in cell.separate else []
         return [params["bias"][slot], *second, *([offsets[slot]] if slot in offsets else [])]
 
-    return [parts(slot) for slot in slots]
+    return [terms(slot) for slot in slots]
 
 
 # ---------------------------------------------------------------------------------------
@@ -222,9 +224,9 @@ class _Gated(Kernel):
 
     @property
     def kernels(self) -> Kernels:
-        chosen = kernels(self.cell)
-        assert chosen is not None
-        return chosen
+        cell_kernels = kernels(self.cell)
+        assert cell_kernels is not None
+        return cell_kernels
 
     @property
     def name(self) -> str:
@@ -255,18 +257,18 @@ class Forward(_Gated):
 
     @staticmethod
     def of(loop: Loop, *, keep: bool) -> Outputs:
-        read = loop.params, loop.xs, loop.carry, gradient_scale(loop), Masks.of(loop)
-        leaves, tree = jax.tree.flatten(read)
+        arguments = loop.params, loop.xs, loop.carry, gradient_scale(loop), Masks.of(loop)
+        leaves, tree = jax.tree.flatten(arguments)
         settings = loop.settings
         all_cs = keep or settings.keep_carries
         operation = Forward(settings.cell, tree, settings.reverse, threads(), keep, all_cs)
         return operation._outputs(switch.run(operation, *leaves))
 
     def _outputs(self, arrays: Sequence[jax.Array]) -> Outputs:
-        rest = list(arrays)
-        hs = rest.pop(0)
-        cs = rest.pop(0) if self.has_c else None
-        return Outputs(hs, cs, *rest)
+        outputs = list(arrays)
+        hs = outputs.pop(0)
+        cs = outputs.pop(0) if self.has_c else None
+        return Outputs(hs, cs, *outputs)
 
     def native(self, *leaves: jax.Array) -> list[jax.Array]:
         params, xs, carry, _, masks = jax.tree.unflatten(self.tree, leaves)
@@ -276,10 +278,10 @@ class Forward(_Gated):
         features = carry.h.shape[-1]
         operands = [xs, *(params["kernel"][slot] for slot in slots)]
         biases = _bias_parts(self.cell, slots, params)
-        operands += (jnp.broadcast_to(part, (features,)) for part in itertools.chain(*biases))
+        operands += (jnp.broadcast_to(term, (features,)) for term in itertools.chain(*biases))
         if apart:
-            own = params.get("recurrent_bias", {})
-            operands.append(own.get(slots[-1], jnp.zeros((features,), jnp.float32)))
+            recurrent_biases = params.get("recurrent_bias", {})
+            operands.append(recurrent_biases.get(slots[-1], jnp.zeros((features,), jnp.float32)))
         operands += [params["recurrent_kernel"][slot] for slot in slots]
         operands += [carry.c] if self.has_c else []
         operands += [carry.h, *masks.flags, *jax.tree.leaves(masks.reset_carry)]
@@ -287,14 +289,14 @@ class Forward(_Gated):
         shapes: list[tuple[int, ...]] = []
         if self.keep:
             shapes = [(steps, rows, len(slots) * features), *[state] * apart]
-        kept = len(shapes)
+        residual_count = len(shapes)
         shapes.append(state)
         if self.has_c:
             shapes.append(state if self.all_cs else (1, rows, features))
-        counts = sum(len(parts) << 2 * n for n, parts in enumerate(biases))  # two bits a slot
+        counts = sum(len(terms) << 2 * n for n, terms in enumerate(biases))  # two bits a slot
         attributes = {"keep": self.keep, "masks": masks.kind, "bias_parts": counts}
         out = self._call("forward", shapes, operands, **attributes)
-        return [*out[kept:], *out[:kept]]
+        return [*out[residual_count:], *out[:residual_count]]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:
         loop = self._loop(*jax.tree.unflatten(self.tree, leaves))
@@ -305,8 +307,8 @@ class Forward(_Gated):
         if self.has_c:
             out.append(carries.c if self.all_cs else last.c[None])
         if self.keep:
-            alone = inputs.xs[f"{slots[-1]}_input"] if apart else pre[slots[-1]]
-            sides = [*(pre[slot] for slot in slots[:-1]), alone]
+            last_slot = inputs.xs[f"{slots[-1]}_input"] if apart else pre[slots[-1]]
+            sides = [*(pre[slot] for slot in slots[:-1]), last_slot]
             out += [jnp.concatenate(sides, axis=-1), *[pre[slots[-1]]] * apart]
         return out
 
@@ -327,16 +329,16 @@ class Backward(_Gated):
     ) -> Cotangents:
         weights = {slot: loop.params["recurrent_kernel"][slot] for slot in _kernels_of(loop).slots}
         scale, masks = gradient_scale(loop), Masks.of(loop)
-        read = weights, scale, loop.carry, out, (d_last, d_hs, d_cs), masks
-        leaves, tree = jax.tree.flatten(read)
+        arguments = weights, scale, loop.carry, out, (d_last, d_hs, d_cs), masks
+        leaves, tree = jax.tree.flatten(arguments)
         cell, reverse = loop.settings.cell, loop.settings.reverse
         operation = Backward(cell, tree, reverse, threads(), d_cs is not None)
         arrays = switch.run(operation, *leaves)
         d_z, *rest = arrays
-        own = rest.pop(0) if operation.kernels.apart else None
-        of_carry, of_reset = rest[: len(loop.carry)], rest[len(loop.carry) :]
+        d_own = rest.pop(0) if operation.kernels.apart else None
+        d_carry, d_reset = rest[: len(loop.carry)], rest[len(loop.carry) :]
         kind = type(loop.carry)
-        return Cotangents(d_z, own, kind(*of_carry), kind(*of_reset) if of_reset else None)
+        return Cotangents(d_z, d_own, kind(*d_carry), kind(*d_reset) if d_reset else None)
 
     def native(self, *leaves: jax.Array) -> list[jax.Array]:
         weights, scale, carry, out, cotangents, masks = jax.tree.unflatten(self.tree, leaves)
@@ -366,8 +368,10 @@ class Backward(_Gated):
         d_carries = _carry(d_hs, None)
         if self.has_c:
             d_carries = _carry(d_hs, jnp.zeros_like(d_hs) if d_cs is None else d_cs)
-        read = residuals(loop, _carry(out.hs, out.cs), sides)
-        d_carry, d_reset, d_pre, d_apart = fused.run_back(read, loop.params, (d_last, d_carries))
+        residual = residuals(loop, _carry(out.hs, out.cs), sides)
+        d_carry, d_reset, d_pre, d_apart = fused.run_back(
+            residual, loop.params, (d_last, d_carries)
+        )
         d_sides = {**d_pre}
         d_own = [d_sides[slots[-1]]] * apart
         if apart:
@@ -388,8 +392,8 @@ class WeightGradients(_Gated):
     @staticmethod
     def of(loop: Loop, out: Outputs, d: Cotangents) -> Gradients:
         masks = Masks.of(loop)._replace(valid=None)  # cotangents of other steps are zero
-        read = loop.xs, loop.carry.h, out.hs, d.z, d.own, gradient_scale(loop), masks
-        leaves, tree = jax.tree.flatten(read)
+        arguments = loop.xs, loop.carry.h, out.hs, d.z, d.own, gradient_scale(loop), masks
+        leaves, tree = jax.tree.flatten(arguments)
         settings = loop.settings
         operation = WeightGradients(settings.cell, tree, settings.reverse, threads())
         arrays = switch.run(operation, *leaves)
@@ -412,16 +416,16 @@ class WeightGradients(_Gated):
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:
         xs, h, hs, d_z, d_own, scale, masks = jax.tree.unflatten(self.tree, leaves)
         count = len(self.kernels.slots)
-        before = shifted(h, hs, self.reverse)
+        previous = shifted(h, hs, self.reverse)
         if masks.resets is not None:
-            before = jnp.where(masks.resets[..., None], masks.reset_carry.h[None], before)
-        before = scaled_steps(before, scale)
+            previous = jnp.where(masks.resets[..., None], masks.reset_carry.h[None], previous)
+        previous = scaled_steps(previous, scale)
         d_inputs = jnp.split(d_z, count, axis=-1)
         d_products = [*d_inputs[:-1], d_inputs[-1] if d_own is None else d_own]
 
         def product(x: jax.Array, d: jax.Array) -> jax.Array:
             return jnp.einsum("tbi,tbo->io", x, d)
 
-        out = [product(xs, d) for d in d_inputs] + [product(before, d) for d in d_products]
+        out = [product(xs, d) for d in d_inputs] + [product(previous, d) for d in d_products]
         out += [d.sum((0, 1)) for d in d_inputs]
         return out if d_own is None else [*out, d_own.sum((0, 1))]

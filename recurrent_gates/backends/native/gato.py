@@ -77,9 +77,9 @@ def _biases(params: Params) -> list[jax.Array]:
     """What no inputs make of each slot, a list of ``[J]``."""
 
     def bias(map_: str, slot: str) -> jax.Array:
-        own = params[map_].get("recurrent_bias", {})
+        recurrent_biases = params[map_].get("recurrent_bias", {})
         first: jax.Array = params[map_]["bias"][slot]
-        return first + own[slot] if slot in own else first
+        return first + recurrent_biases[slot] if slot in recurrent_biases else first
 
     return [bias(*names) for names in SLOTS]
 
@@ -104,8 +104,8 @@ def _recurrence(loop: Loop) -> tuple[GATOState, jax.Array, jax.Array | None]:
 
 
 def _result(loop: Loop, out: Outputs) -> tuple[GATOState, jax.Array, jax.Array | None]:
-    at = 0 if loop.settings.reverse else -1
-    last = GATOState(out.ys[at, :, _cell(loop).units :], out.ss[at])
+    index = 0 if loop.settings.reverse else -1
+    last = GATOState(out.ys[index, :, _cell(loop).units :], out.ss[index])
     return last, out.ys, out.ss if loop.settings.keep_carries else None
 
 
@@ -118,14 +118,14 @@ def _backward(saved: tuple[Loop, Outputs], cotangents: tuple) -> tuple[Loop]:
     loop, out = saved
     params = loop.params
     d = Backward.of(loop, out, *cotangents)
-    of_weights = WeightGradients.of(loop, d)
+    gradients = WeightGradients.of(loop, d)
     d_xs = GATOInputCotangents.of(_cell(loop), d.pre, _by_slot(params, "kernel"))
 
     def paired(params: Params, xs: jax.Array, carry: GATOState) -> jax.Array:
         """The linear function whose gradient is asked for, also where a shard_map adds it up."""
-        pairs = [(xs, d_xs), *zip(_biases(params), of_weights.biases, strict=True)]
+        pairs = [(xs, d_xs), *zip(_biases(params), gradients.biases, strict=True)]
         pairs += zip(_by_slot(params, "recurrent_kernel"), d.weights, strict=True)
-        pairs += zip(_by_slot(params, "kernel"), of_weights.kernels, strict=True)
+        pairs += zip(_by_slot(params, "kernel"), gradients.kernels, strict=True)
         pairs += zip(carry, d.carry, strict=True)
         return jnp.sum(jnp.stack([jnp.sum(a * b) for a, b in pairs]))
 
@@ -234,9 +234,9 @@ class Forward(_GATO):
         if isinstance(cell, GATO) and cell.emit_s_only:
             out[0] = jnp.concatenate([out[0], carries.r], axis=-1)
         if self.keep:
-            before = scaled_steps(shifted(loop.carry, carries, self.reverse).r, scale)
+            previous = scaled_steps(shifted(loop.carry, carries, self.reverse).r, scale)
             on_r = loop.params["g"]["recurrent_kernel"]["s"]
-            of_s = z["g"]["s"] + lead(on_r, before) * before
+            of_s = z["g"]["s"] + lead(on_r, previous) * previous
             out.append(jnp.concatenate([pre["gate"], pre["candidate"], of_s], axis=-1))
         return out
 
@@ -256,8 +256,8 @@ class Backward(_GATO):
         loop: Loop, out: Outputs, d_last: GATOState, d_ys: jax.Array, d_ss: jax.Array | None
     ) -> Cotangents:
         weights = _by_slot(loop.params, "recurrent_kernel")
-        read = weights, gradient_scale(loop), loop.carry, out, d_last, d_ys, d_ss
-        leaves, tree = jax.tree.flatten(read)
+        arguments = weights, gradient_scale(loop), loop.carry, out, d_last, d_ys, d_ss
+        leaves, tree = jax.tree.flatten(arguments)
         settings = loop.settings
         operation = Backward(settings.cell, tree, settings.reverse, threads(), d_ss is not None)
         d_pre, *d_weights, d_r, d_s = switch.run(operation, *leaves)
@@ -287,11 +287,11 @@ class Backward(_GATO):
         if scale is not None:
             scale_t = scale[:, None, None]
             d_read = jnp.where(scale_t == 0, 0, scale_t * d_read)
-        none = jnp.zeros_like(d_read[:1])
+        zeros = jnp.zeros_like(d_read[:1])
         if reverse:
-            d_rs, d_first = d_rs + jnp.concatenate([none, d_read[:-1]]), d_read[-1]
+            d_rs, d_first = d_rs + jnp.concatenate([zeros, d_read[:-1]]), d_read[-1]
         else:
-            d_rs, d_first = d_rs + jnp.concatenate([d_read[1:], none]), d_read[0]
+            d_rs, d_first = d_rs + jnp.concatenate([d_read[1:], zeros]), d_read[0]
         vectors = {"gate": weights[0], "candidate": weights[1]}
         pre = {"gate": gate, "candidate": candidate}
         loop = feeding(self._loop(Weights({}, vectors, {}), pre, carry, scale))
@@ -299,8 +299,8 @@ class Backward(_GATO):
         cotangents = d_last._replace(s=None), loop.carry._replace(r=d_rs)
         d_carry, _, d_pre, _ = fused.run_back(residuals(loop, rs, pre), loop.params, cotangents)
         sides = [d_pre["gate"], d_pre["candidate"], d_of_s]
-        before = scaled_steps(shifted(carry.r, rs.r, reverse), scale)
-        d_weights = [jnp.sum(d * before, (0, 1)) for d in sides]
+        previous = scaled_steps(shifted(carry.r, rs.r, reverse), scale)
+        d_weights = [jnp.sum(d * previous, (0, 1)) for d in sides]
         d_s = d_totals[-1 if reverse else 0]
         return [jnp.concatenate(sides, axis=-1), *d_weights, d_carry.r + d_first, d_s]
 

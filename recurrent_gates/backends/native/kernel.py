@@ -192,6 +192,6 @@ class Scale(CarryFn):
         return set_field(carry, self.field, scale_gradient(get_field(carry, self.field), noise_t))
 
 
-def scaled_steps(read: jax.Array, scale: jax.Array | None) -> jax.Array:
+def scaled_steps(values: jax.Array, scale: jax.Array | None) -> jax.Array:
     """What steps read of a field, ``[T, B, F]``, with the gradient that ``Scale`` leaves of it."""
-    return read if scale is None else scale_gradient(read, scale[:, None, None])
+    return values if scale is None else scale_gradient(values, scale[:, None, None])

@@ -99,8 +99,8 @@ def _built(cell: str) -> pathlib.Path:
     if os.environ.get(_SWITCH) == "0":
         raise UnavailableError(f"{_SWITCH}=0 turns kernels off.")
     compiler = _compiler()
-    file, called = CELLS[cell]
-    command = [*compiler, *_FLAGS, _for_this_processor(), f"-DRG_CELL={called}"]
+    file, cell_type = CELLS[cell]
+    command = [*compiler, *_FLAGS, _for_this_processor(), f"-DRG_CELL={cell_type}"]
     command += [f"-I{jax.ffi.include_dir()}", str(_SOURCES / file)]
     path = _directory() / f"{cell}-{_digest(compiler, command)}.so"
     if not path.exists():
@@ -109,12 +109,12 @@ def _built(cell: str) -> pathlib.Path:
 
 
 def _compiler() -> list[str]:
-    named = os.environ.get("CXX")
-    for command in map(shlex.split, (named,) if named else ("c++", "g++", "clang++")):
+    setting = os.environ.get("CXX")
+    for command in map(shlex.split, (setting,) if setting else ("c++", "g++", "clang++")):
         if command and shutil.which(command[0]):
             return command
     raise UnavailableError(
-        f"kernels are compiled on this machine, and there is no C++ compiler ({named or 'c++'})."
+        f"kernels are compiled on this machine, and there is no C++ compiler ({setting or 'c++'})."
     )
 
 
@@ -123,9 +123,9 @@ def _for_this_processor() -> str:
 
 
 def _directory() -> pathlib.Path:
-    named = os.environ.get("XDG_CACHE_HOME")
+    setting = os.environ.get("XDG_CACHE_HOME")
     try:
-        root = pathlib.Path(named) if named else pathlib.Path.home() / ".cache"
+        root = pathlib.Path(setting) if setting else pathlib.Path.home() / ".cache"
     except RuntimeError:
         raise UnavailableError(
             "there is no home directory, and XDG_CACHE_HOME is not set."
@@ -137,14 +137,14 @@ def _digest(compiler: list[str], command: list[str]) -> str:
     """Of all that the library depends on; a home directory may be that of several machines."""
     version = _output([*compiler, "--version"])
     sources = [pathlib.Path(command[-1]), *sorted(_SOURCES.glob("*.h"))]
-    parts = (
+    dependencies = (
         *(path.read_text() for path in sources),
         version,
         *command,
         jax.lib.__version__,
         _processor(),
     )
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join(dependencies).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:
@@ -162,21 +162,21 @@ def _compile(cell: str, command: list[str], path: pathlib.Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-            built = pathlib.Path(directory) / "kernels.so"
-            _output([*command, "-o", str(built)])
-            _publish(built, path)
+            file = pathlib.Path(directory) / "kernels.so"
+            _output([*command, "-o", str(file)])
+            _publish(file, path)
     except OSError as error:
         raise UnavailableError(f"kernels cannot be written to {path.parent}: {error}.") from None
 
 
-def _publish(built: pathlib.Path, path: pathlib.Path) -> None:
+def _publish(file: pathlib.Path, path: pathlib.Path) -> None:
     """Moves a file to where others look for it; one that they may have loaded is left to them."""
     try:
-        os.link(built, path)
+        os.link(file, path)
     except FileExistsError:
         pass
     except OSError:  # a file system without links
-        built.replace(path)
+        file.replace(path)
 
 
 def _output(command: list[str]) -> str:
@@ -186,7 +186,7 @@ def _output(command: list[str]) -> str:
       UnavailableError: if it fails.
     """
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             env={**os.environ, "LC_ALL": "C"},  # a version is the same in every language
             capture_output=True,
@@ -197,8 +197,8 @@ def _output(command: list[str]) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UnavailableError(f"the C++ compiler cannot be run: {error}.") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-        first = next((line for line in lines if "error" in line), lines[-1])
-        raise UnavailableError(f"the C++ compiler does not compile the kernels: {first}.")
-    return done.stdout
+    if process.returncode:
+        lines = process.stderr.strip().splitlines() or [f"exit status {process.returncode}"]
+        message = next((line for line in lines if "error" in line), lines[-1])
+        raise UnavailableError(f"the C++ compiler does not compile the kernels: {message}.")
+    return process.stdout

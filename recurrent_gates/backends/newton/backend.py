@@ -24,8 +24,8 @@ from recurrent_gates.backends.newton.shooting import Report, add_up, solve
 from recurrent_gates.backends.shared.accumulation import (
     SumCell,
     feeding,
+    increment_inputs,
     joined,
-    read_by_increments,
     shifted,
     summing,
     unnamed_field,
@@ -39,7 +39,7 @@ from recurrent_gates.scan import (
     Segment,
     Settings,
     Stream,
-    kept,
+    mark_residuals,
     with_zeros,
 )
 
@@ -72,16 +72,16 @@ def unsupported(loop: Loop) -> str | None:
         keeps_sums = not fn.changes_values or (fn.chooses and noise is not None)
         if fn.field in summed_fields(cell) and not keeps_sums:
             name = type(fn).__name__
-            what = f"the mean of {name.lower()}" if fn.chooses else name
-            return f"{what} on a field that accumulates is no sum."
+            subject = f"the mean of {name.lower()}" if fn.chooses else name
+            return f"{subject} on a field that accumulates is no sum."
     return unnamed_field(loop)
 
 
 def chunk(loop: Loop) -> int | None:
     """The steps per rematerialised chunk that this backend wants, or None for no chunks."""
     size = sum(leaf.size for leaf in jax.tree.leaves(loop.carry))
-    most = max(1, CARRY_SIZE // max(1, size))
-    return most if loop.steps > most else None
+    limit = max(1, CARRY_SIZE // max(1, size))
+    return limit if loop.steps > limit else None
 
 
 def segment(loop: Loop) -> Segment:
@@ -91,8 +91,10 @@ def segment(loop: Loop) -> Segment:
         last, carries = _recurrence(loop)
     else:
         looped_last, looped = _recurrence(feeding(loop))
-        added = _increments(cell, loop.params, loop.xs, read_by_increments(feeding(loop), looped))
-        sums_last, sums = _recurrence(summing(loop, added))
+        increments = _increments(
+            cell, loop.params, loop.xs, increment_inputs(feeding(loop), looped)
+        )
+        sums_last, sums = _recurrence(summing(loop, increments))
         last, carries = joined(cell, looped_last, sums_last), joined(cell, looped, sums)
     z = cell.project(loop.params, loop.xs)
     ys = with_zeros(loop.stream.valid, cell.emit(loop.params, carries, z))
@@ -129,18 +131,18 @@ def _solved(loop: Loop) -> tuple[Carry, Carry, Report | None]:
         if fn.changes_values
     ]
     stream = loop.stream._replace(noise=tuple(noise for _, noise in pairs))
-    acting = loop.replace(carry_fns=tuple(fn for fn, _ in pairs), stream=stream)
+    active_loop = loop.replace(carry_fns=tuple(fn for fn, _ in pairs), stream=stream)
 
     def step(c: Carry, inputs: Any) -> Carry:
-        return _one_step(acting, c, *inputs)
+        return _one_step(active_loop, c, *inputs)
 
     inputs = (cell.project(loop.params, loop.xs), stream)
-    how: Any = dict(reverse=settings.reverse, unroll=settings.unroll)
+    options: Any = dict(reverse=settings.reverse, unroll=settings.unroll)
     if not isinstance(cell, SumCell):
-        return solve(step, loop.carry, inputs, **how)
-    sums = cell.whole.sums
+        return solve(step, loop.carry, inputs, **options)
+    sums = cell.source.sums
     assert sums is not None
-    return *add_up(step, sums.bounded, loop.carry, inputs, **how), None
+    return *add_up(step, sums.bounded, loop.carry, inputs, **options), None
 
 
 # The derivatives of what was solved for are not those of the passes that led to it.
@@ -156,9 +158,9 @@ def _recurrence(loop: Loop) -> tuple[Carry, Carry]:
 
 
 def _forward(loop: Loop) -> tuple[tuple[Carry, Carry], Any]:
-    last, carries, found = _solved(loop)
-    _warn(loop.settings, "forward", found)
-    last, carries = refuse_derivative(_NO_SECOND_DERIVATIVES, (last, kept(carries)))
+    last, carries, outcome = _solved(loop)
+    _warn(loop.settings, "forward", outcome)
+    last, carries = refuse_derivative(_NO_SECOND_DERIVATIVES, (last, mark_residuals(carries)))
     return (last, carries), (loop, carries)
 
 
@@ -166,28 +168,30 @@ def _backward(residuals: tuple[Loop, Carry], cotangents: tuple[Carry, Carry]) ->
     loop, carries = residuals
     d_last, d_carries = cotangents
     settings, reverse = loop.settings, loop.settings.reverse
-    before = shifted(loop.carry, carries, reverse)
+    previous = shifted(loop.carry, carries, reverse)
 
-    def steps(params: Params, xs: Any, reset_carry: Carry, before: Carry) -> Carry:
-        own = loop.replace(params=params, reset_carry=reset_carry)
+    def steps(params: Params, xs: Any, reset_carry: Carry, previous: Carry) -> Carry:
+        step_loop = loop.replace(params=params, reset_carry=reset_carry)
         z = settings.cell.project(params, xs)
-        return jax.vmap(functools.partial(_one_step, own))(before, z, loop.stream)
+        return jax.vmap(functools.partial(_one_step, step_loop))(previous, z, loop.stream)
 
-    _, pullback = jax.vjp(functools.partial(steps, loop.params, loop.xs, loop.reset_carry), before)
+    _, pullback = jax.vjp(
+        functools.partial(steps, loop.params, loop.xs, loop.reset_carry), previous
+    )
     (slopes,) = pullback(jax.tree.map(jnp.ones_like, carries))
 
     inputs = (slopes, d_carries)
-    how: Any = dict(reverse=not reverse, unroll=settings.unroll)
+    options: Any = dict(reverse=not reverse, unroll=settings.unroll)
     if isinstance(settings.cell, SumCell):
-        d_carry, d_before = add_up(_adjoint_step, lambda d: d, d_last, inputs, **how)
+        d_carry, d_before = add_up(_adjoint_step, lambda d: d, d_last, inputs, **options)
     else:
-        d_carry, d_before, found = solve(_adjoint_step, d_last, inputs, linear=True, **how)
-        _warn(settings, "backward", found)
+        d_carry, d_before, outcome = solve(_adjoint_step, d_last, inputs, linear=True, **options)
+        _warn(settings, "backward", outcome)
     d_carry, d_before = refuse_derivative(_NO_SECOND_DERIVATIVES, (d_carry, d_before))
 
     d_new = jax.tree.map(jnp.add, d_carries, shifted(d_last, d_before, not reverse))
     _, pullback = jax.vjp(
-        lambda params, xs, reset_carry: steps(params, xs, reset_carry, before),
+        lambda params, xs, reset_carry: steps(params, xs, reset_carry, previous),
         loop.params,
         loop.xs,
         loop.reset_carry,
@@ -211,10 +215,10 @@ def _adjoint_step(d_after: Carry, inputs: tuple[Carry, Carry]) -> Carry:
 _recurrence.defvjp(_forward, _backward)
 
 
-def _warn(settings: Settings, direction: str, found: Report | None) -> None:
+def _warn(settings: Settings, direction: str, outcome: Report | None) -> None:
     """Warns, when the program runs, of blocks that did not converge; else costs a comparison,
     under vmap too."""
-    if found is None or not found.fell_back.size:
+    if outcome is None or not outcome.fell_back.size:
         return
 
     def log(fell_back: Any) -> None:
@@ -228,11 +232,11 @@ def _warn(settings: Settings, direction: str, found: Report | None) -> None:
                 direction,
             )
 
-    fell_back = found.fell_back
+    fell_back = outcome.fell_back
     if_so(jnp.any(fell_back), lambda _: jax.debug.callback(log, fell_back), None)
 
 
-def _increments(cell: Cell, params: Params, xs: Any, before: Carry) -> Slots:
+def _increments(cell: Cell, params: Params, xs: Any, previous: Carry) -> Slots:
     """What the summed fields grow by at all steps, ``[T, ...]``.
 
     Where the projections are large (GATO's two-layer g has k * J units) time is taken in chunks,
@@ -242,24 +246,24 @@ def _increments(cell: Cell, params: Params, xs: Any, before: Carry) -> Slots:
     sums = cell.sums
     assert sums is not None
 
-    def added(piece: Any) -> Slots:
-        before, xs = piece
-        return sums.increment(params, before, cell.project(params, xs))
+    def increment(piece: Any) -> Slots:
+        previous, xs = piece
+        return sums.increment(params, previous, cell.project(params, xs))
 
     steps = jax.tree.leaves(xs)[0].shape[0]
     z = jax.eval_shape(cell.project, params, xs)
     size = sum(leaf.size for leaf in jax.tree.leaves(z))
     count = min(steps, -(-size // INCREMENT_SIZE))
     if count <= 1:
-        return added((before, xs))
+        return increment((previous, xs))
     length = steps // count
-    whole = count * length
-    pieces = jax.tree.map(lambda x: x[:whole], (before, xs))
+    covered_steps = count * length
+    pieces = jax.tree.map(lambda x: x[:covered_steps], (previous, xs))
     pieces = jax.tree.map(lambda x: x.reshape(count, length, *x.shape[1:]), pieces)
-    remat = jax.checkpoint(added, prevent_cse=False)
+    remat = jax.checkpoint(increment, prevent_cse=False)
     values = jax.lax.map(remat, pieces)
-    values = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), values)
-    if whole == steps:
+    values = jax.tree.map(lambda x: x.reshape(covered_steps, *x.shape[2:]), values)
+    if covered_steps == steps:
         return values
-    rest = jax.checkpoint(added)(jax.tree.map(lambda x: x[whole:], (before, xs)))
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), values, rest)
+    remainder = jax.checkpoint(increment)(jax.tree.map(lambda x: x[covered_steps:], (previous, xs)))
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), values, remainder)

@@ -25,30 +25,32 @@ def split(start: Tree, inputs: Tree, reverse: bool) -> tuple[Tree, Tree]:
     """(inputs of the blocks ``[N, L, ...]``, those of the rest); N is 0 where 2 do not fit."""
     steps = jax.tree.leaves(inputs)[0].shape[0]
     width = sum(leaf.size for leaf in jax.tree.leaves(start))
-    least = max(BLOCK, -(-steps * width // LANES))
+    min_length = max(BLOCK, -(-steps * width // LANES))
     # Of lengths about as good, the one that leaves the shortest rest to run in sequence.
-    length = min(range(least, least + least // 4 + 1), key=lambda length: steps % length)
+    length = min(
+        range(min_length, min_length + min_length // 4 + 1), key=lambda length: steps % length
+    )
     count = steps // length
     if count < 2:
         count = 0
-    whole = count * length
-    head, tail = slice(whole), slice(whole, None)
+    covered_steps = count * length
+    head, tail = slice(covered_steps), slice(covered_steps, None)
     if reverse:
-        head, tail = slice(steps - whole, None), slice(steps - whole)
+        head, tail = slice(steps - covered_steps, None), slice(steps - covered_steps)
     blocks = jax.tree.map(lambda x: x[head].reshape(count, length, *x.shape[1:]), inputs)
     return blocks, jax.tree.map(lambda x: x[tail], inputs)
 
 
 def join(
-    step: Step, ends: Tree, states: Tree, rest: Tree, reverse: bool, unroll: int
+    step: Step, ends: Tree, states: Tree, remainder: Tree, reverse: bool, unroll: int
 ) -> tuple[Tree, Tree]:
     """(last value, all values) from those of the blocks, and the rest run in sequence."""
     last = jax.tree.map(lambda x: x[-1], ends)
     states = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), states)
-    if not jax.tree.leaves(rest)[0].shape[0]:
+    if not jax.tree.leaves(remainder)[0].shape[0]:
         return last, states
-    last, after = in_sequence(step, last, rest, reverse, unroll)
-    first, second = (after, states) if reverse else (states, after)
+    last, tail_states = in_sequence(step, last, remainder, reverse, unroll)
+    first, second = (tail_states, states) if reverse else (states, tail_states)
     return last, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, second)
 
 
@@ -80,16 +82,16 @@ def shoot_all(
 
     def body(i: jax.Array, state: Any) -> Any:
         c, d, states = state
-        at = length - 1 - i if reverse else i
+        index = length - 1 - i if reverse else i
         x = jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, at, axis=1, keepdims=False), blocks
+            lambda x: jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False), blocks
         )
         if d is None:
             c = wide(c, x)
         else:
             c, d = jax.jvp(lambda c: wide(c, x), (c,), (d,))
         states = jax.tree.map(
-            lambda all_, one: jax.lax.dynamic_update_index_in_dim(all_, one, at, axis=1), states, c
+            lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, index, axis=1), states, c
         )
         return c, d, states
 
@@ -104,12 +106,12 @@ def if_so(flag: jax.Array, fn: Callable[[Tree], Tree], value: Tree) -> Tree:
 
     A loop, and not a cond, which vmap turns into running both sides always.
     """
-    once = (jnp.asarray(flag), value)
+    start = (jnp.asarray(flag), value)
     return jax.lax.while_loop(
-        lambda state: state[0], lambda state: (jnp.zeros_like(state[0]), fn(state[1])), once
+        lambda state: state[0], lambda state: (jnp.zeros_like(state[0]), fn(state[1])), start
     )[1]
 
 
 def follow(start: Tree, ends: Tree) -> Tree:
     """The starts of all blocks from the ends of those before."""
-    return jax.tree.map(lambda one, all_: jnp.concatenate([one[None], all_[:-1]]), start, ends)
+    return jax.tree.map(lambda s, e: jnp.concatenate([s[None], e[:-1]]), start, ends)

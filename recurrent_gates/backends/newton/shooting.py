@@ -96,9 +96,9 @@ def solve(
     Returns:
       (last value, all values ``[T, ...]``, ``Report``).
     """
-    blocks, rest = split(start, inputs, reverse)
+    blocks, remainder = split(start, inputs, reverse)
     if jax.tree.leaves(blocks)[0].shape[0] == 0:
-        return _unsolved(start, *in_sequence(step, start, rest, reverse, unroll))
+        return _unsolved(start, *in_sequence(step, start, remainder, reverse, unroll))
     problem = _Problem(step, blocks, reverse, unroll)
     shot = problem.first_shot(start)
     shot = jax.lax.while_loop(
@@ -107,15 +107,15 @@ def solve(
         shot,
     )
     shot = jax.lax.while_loop(lambda shot: jnp.any(_misses(shot)), problem.run_again, shot)
-    last, values = join(step, shot.ends, shot.values, rest, reverse, unroll)
+    last, values = join(step, shot.ends, shot.values, remainder, reverse, unroll)
     return last, values, Report(shot.passes, shot.gaps, shot.damped, shot.fell_back)
 
 
 def _unsolved(start: Tree, last: Tree, values: Tree) -> tuple[Tree, Tree, Report]:
     """The result of a run in sequence, where there are no blocks to report of."""
-    none = jnp.zeros((0,), bool)
+    no_flags = jnp.zeros((0,), bool)
     gaps = jnp.zeros((0,), jax.tree.leaves(start)[0].dtype)
-    return last, values, Report(jnp.asarray(0), gaps, none, none)
+    return last, values, Report(jnp.asarray(0), gaps, no_flags, no_flags)
 
 
 class _Shot(NamedTuple):
@@ -157,15 +157,15 @@ class _Problem(NamedTuple):
         warm_up = min(WARM_UP, length)
         before_end = slice(None, warm_up) if self.reverse else slice(length - warm_up, None)
         guess = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), start)
-        before = jax.tree.map(lambda x: x[:, before_end], self.blocks)
-        starts = follow(start, self.shoot(guess, None, before)[0])
+        warm_up_inputs = jax.tree.map(lambda x: x[:, before_end], self.blocks)
+        starts = follow(start, self.shoot(guess, None, warm_up_inputs)[0])
         # The first correction takes every slope as 0, so that the first pass need not have them.
         slopes = jax.tree.map(jnp.zeros_like, starts)
         ends, _, values = self.shoot(starts, None, self.blocks)
         gaps = _gaps(starts, ends)
-        none = jnp.zeros_like(gaps, bool)
-        one = jnp.ones_like(gaps, int, shape=())
-        return _Shot(one, gaps, none, none, starts, ends, slopes, values)
+        no_flags = jnp.zeros_like(gaps, bool)
+        passes = jnp.ones_like(gaps, int, shape=())
+        return _Shot(passes, gaps, no_flags, no_flags, starts, ends, slopes, values)
 
     def corrected(self, shot: _Shot, *, linear: bool) -> _Shot:
         """The pass from better starts: Newton's, or those of a search, once, where it fails."""
@@ -187,20 +187,20 @@ class _Problem(NamedTuple):
     def run_again(self, shot: _Shot) -> _Shot:
         """The first block that misses, run in sequence from where the one before it ends."""
         n = jnp.argmax(_misses(shot))  # never 0: the first block's start is given
-        at = len(shot.gaps) - 1 - n if self.reverse else n
+        index = len(shot.gaps) - 1 - n if self.reverse else n
         first = jax.tree.map(lambda x: x[n - 1], shot.ends)
-        block = jax.tree.map(lambda x: x[at], self.blocks)
+        block = jax.tree.map(lambda x: x[index], self.blocks)
         end, inside = in_sequence(self.step, first, block, self.reverse, self.unroll)
         starts, ends = (
-            jax.tree.map(lambda all_, one: all_.at[n].set(one), many, one)
-            for many, one in ((shot.starts, first), (shot.ends, end))
+            jax.tree.map(lambda a, b: a.at[n].set(b), values, value)
+            for values, value in ((shot.starts, first), (shot.ends, end))
         )
         return shot._replace(
             gaps=_gaps(starts, ends),
             fell_back=shot.fell_back.at[n].set(True),
             starts=starts,
             ends=ends,
-            values=jax.tree.map(lambda all_, one: all_.at[at].set(one), shot.values, inside),
+            values=jax.tree.map(lambda a, b: a.at[index].set(b), shot.values, inside),
         )
 
 
@@ -226,10 +226,10 @@ def add_up(
     Returns:
       (last value, all values ``[T, ...]``).
     """
-    blocks, rest = split(start, inputs, reverse)
+    blocks, remainder = split(start, inputs, reverse)
     count = jax.tree.leaves(blocks)[0].shape[0]
     if count == 0:
-        return in_sequence(step, start, rest, reverse, unroll)
+        return in_sequence(step, start, remainder, reverse, unroll)
     shoot = functools.partial(shoot_all, step, reverse=reverse, unroll=unroll)
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(count, *x.shape)), start)
     sums, slopes, _ = shoot(follow(start, zeros), jax.tree.map(jnp.ones_like, zeros), blocks)
@@ -242,7 +242,7 @@ def add_up(
 
     _, ends = jax.lax.associative_scan(combine, (slopes, sums))
     ends, _, states = shoot(follow(start, ends), None, blocks)
-    return join(step, ends, states, rest, reverse, unroll)
+    return join(step, ends, states, remainder, reverse, unroll)
 
 
 # Newton's method on the starts of the blocks.
@@ -257,10 +257,10 @@ def _newton(starts: Tree, ends: Tree, slopes: Tree) -> Tree:
             return a1 * a2, a2 * b1 + b2
 
         # In v = u' - u, which is small: v_{n+1} = D_n v_n + (F_n - u_{n+1}), v_0 = 0.
-        missed = end[:-1] - start[1:]
-        _, after = jax.lax.associative_scan(combine, (slope[:-1], missed))
-        moved = jnp.concatenate([jnp.zeros_like(after[:1]), after])[:-1]
-        new = end[:-1] + slope[:-1] * moved
+        gap = end[:-1] - start[1:]
+        _, next_moves = jax.lax.associative_scan(combine, (slope[:-1], gap))
+        moves = jnp.concatenate([jnp.zeros_like(next_moves[:1]), next_moves])[:-1]
+        new = end[:-1] + slope[:-1] * moves
         # A product of slopes may overflow: then without them, as in the first pass.
         new = jnp.where(jnp.isfinite(new), new, end[:-1])
         return jnp.concatenate([start[:1], new])
@@ -284,20 +284,20 @@ def _search(shoot: Any, starts: Tree, ends: Tree, blocks: Tree) -> Tree:
     run = jax.vmap(lambda starts: follow(first, shoot(starts, None, blocks)[0]))
     _, runs = jax.lax.scan(lambda starts, _: (run(starts),) * 2, sides, length=2)
     candidates = jax.tree.map(lambda x: x[0], runs)
-    reached = jax.tree.map(lambda x: x[1], runs)
+    arrivals = jax.tree.map(lambda x: x[1], runs)
 
-    def choose(start: jax.Array, end: jax.Array, candidate: jax.Array, reached: jax.Array) -> Any:
-        away = jnp.abs(reached[:, None, 1:] - candidate[None, :, 1:])  # [from, to, N - 1, ...]
-        upper = away[:, 1] < away[:, 0]
+    def choose(start: jax.Array, end: jax.Array, candidate: jax.Array, arrival: jax.Array) -> Any:
+        gaps = jnp.abs(arrival[:, None, 1:] - candidate[None, :, 1:])  # [from, to, N - 1, ...]
+        upper = gaps[:, 1] < gaps[:, 0]
 
         def combine(early: Any, late: Any) -> Any:
-            return tuple(jnp.where(one, late[1], late[0]) for one in early)
+            return tuple(jnp.where(side, late[1], late[0]) for side in early)
 
-        chosen, _ = jax.lax.associative_scan(combine, (upper[0], upper[1]))
-        found = jnp.where(chosen, candidate[1, 1:], candidate[0, 1:])
-        return jnp.concatenate([start[:1], found])
+        is_upper, _ = jax.lax.associative_scan(combine, (upper[0], upper[1]))
+        solution = jnp.where(is_upper, candidate[1, 1:], candidate[0, 1:])
+        return jnp.concatenate([start[:1], solution])
 
-    return jax.tree.map(choose, starts, ends, candidates, reached)
+    return jax.tree.map(choose, starts, ends, candidates, arrivals)
 
 
 def _scale(ends: Tree) -> Tree:
@@ -315,15 +315,15 @@ def _gaps(starts: Tree, ends: Tree) -> jax.Array:
     unit's largest finite end up to there."""
 
     def gap(start: jax.Array, end: jax.Array) -> jax.Array:
-        known, reached = start[1:], end[:-1]
-        size = jnp.abs(jnp.concatenate([start[:1], reached]))
+        target, arrival = start[1:], end[:-1]
+        size = jnp.abs(jnp.concatenate([start[:1], arrival]))
         largest = jax.lax.cummax(jnp.where(jnp.isfinite(size), size, 0))[1:]
-        missed = jnp.abs(reached - known) / jnp.maximum(largest, jnp.finfo(end.dtype).tiny)
-        missed = jnp.where(jnp.isnan(missed), jnp.inf, missed)
+        miss = jnp.abs(arrival - target) / jnp.maximum(largest, jnp.finfo(end.dtype).tiny)
+        miss = jnp.where(jnp.isnan(miss), jnp.inf, miss)
         # A run that has diverged is solved too: NaN follows NaN.
-        same = (reached == known) | (jnp.isnan(reached) & jnp.isnan(known))
-        missed = jnp.where(same, 0, missed)
-        return jnp.max(missed, axis=range(1, missed.ndim), initial=0)
+        matches = (arrival == target) | (jnp.isnan(arrival) & jnp.isnan(target))
+        miss = jnp.where(matches, 0, miss)
+        return jnp.max(miss, axis=range(1, miss.ndim), initial=0)
 
     worst = functools.reduce(jnp.maximum, jax.tree.leaves(jax.tree.map(gap, starts, ends)))
     return jnp.concatenate([jnp.zeros_like(worst[:1]), worst])
@@ -331,5 +331,5 @@ def _gaps(starts: Tree, ends: Tree) -> jax.Array:
 
 def _any_differs(a: Tree, b: Tree) -> jax.Array:
     """Whether any unit of a block differs, ``[N]``; NaN is no difference."""
-    found = jax.tree.map(lambda a, b: jnp.any((a < b) | (a > b), axis=range(1, a.ndim)), a, b)
-    return functools.reduce(jnp.logical_or, jax.tree.leaves(found))
+    differences = jax.tree.map(lambda a, b: jnp.any((a < b) | (a > b), axis=range(1, a.ndim)), a, b)
+    return functools.reduce(jnp.logical_or, jax.tree.leaves(differences))

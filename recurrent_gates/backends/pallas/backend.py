@@ -32,8 +32,8 @@ from recurrent_gates.backends.pallas.recurrence import heads_of, recurrence, res
 from recurrent_gates.backends.shared import two_layer
 from recurrent_gates.backends.shared.accumulation import (
     feeding,
+    increment_inputs,
     joined,
-    read_by_increments,
     summing,
 )
 from recurrent_gates.backends.shared.products import declared, product_loop
@@ -228,10 +228,12 @@ def _accumulating(loop: Loop, z: Any) -> tuple[Carry, Carry]:
     assert cell.sums is not None
     step_alike, sum_alike = _units_alike(cell)
     last, looped = recurrence(step_alike, product_loop(feeding(loop), z))
-    before = read_by_increments(feeding(loop), looped)
+    previous = increment_inputs(feeding(loop), looped)
     if two_layer.is_two_layer(cell):
-        added: Slots = {"s": two_layer_increment(loop.params["g"], before.r, loop.xs, cell.dtype)}
+        increments: Slots = {
+            "s": two_layer_increment(loop.params["g"], previous.r, loop.xs, cell.dtype)
+        }
     else:
-        added = cell.sums.increment(loop.params, before, z)
-    last_sum, sums = recurrence(sum_alike, product_loop(summing(loop, added), added))
+        increments = cell.sums.increment(loop.params, previous, z)
+    last_sum, sums = recurrence(sum_alike, product_loop(summing(loop, increments), increments))
     return joined(cell, last, last_sum), joined(cell, looped, sums)

@@ -26,24 +26,24 @@ def in_kernel(body: Callable[..., Any], *, one_row: bool = False) -> Callable[..
       one_row: whether it is of one row in a GPU's kernel, where a product is a sum by hand.
     """
 
-    def ready(*args: Any) -> Any:
+    def inlined(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(body, return_shape=True)(*args)
-        jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-        leaves = [a for a, use in zip(jax.tree.leaves(args), used, strict=True) if use]
+        jaxpr, uses = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+        leaves = [a for a, is_used in zip(jax.tree.leaves(args), uses, strict=True) if is_used]
         out = _evaluate(jaxpr, closed.consts, leaves, one_row)
         return jax.tree.unflatten(jax.tree.structure(shape), out)
 
-    return ready
+    return inlined
 
 
 def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], one_row: bool) -> list[Any]:
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
 
-    def read(atom: Any) -> Any:
+    def value_of(atom: Any) -> Any:
         return atom.val if isinstance(atom, core.Literal) else values[atom]
 
     for equation in jaxpr.eqns:
-        inputs = [read(atom) for atom in equation.invars]
+        inputs = [value_of(atom) for atom in equation.invars]
         name, params = equation.primitive.name, equation.params
         if name == "cumsum":
             (x,), axis, reverse = inputs, params["axis"], params["reverse"]
@@ -55,8 +55,8 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], one_row: b
             narrow = min((a.dtype for a in inputs), key=lambda dtype: dtype.itemsize)
             out = [equation.primitive.bind(*(a.astype(narrow) for a in inputs), **params)]
         elif name in _CALLS:
-            called = params[_CALLS[name]]
-            out = _evaluate(called.jaxpr, called.consts, inputs, one_row)
+            callee = params[_CALLS[name]]
+            out = _evaluate(callee.jaxpr, callee.consts, inputs, one_row)
         elif name == "cond":
             index, *operands = inputs
             branches = [_branch(b, one_row) for b in params["branches"]]
@@ -65,7 +65,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], one_row: b
             out = equation.primitive.bind(*inputs, **params)
             out = out if equation.primitive.multiple_results else [out]
         values.update(zip(equation.outvars, out, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return [value_of(atom) for atom in jaxpr.outvars]
 
 
 def _branch(closed: Any, one_row: bool) -> Callable[..., list[Any]]:
@@ -100,8 +100,8 @@ def _cumsum(x: jax.Array, axis: int, reverse: bool, one_row: bool) -> jax.Array:
     if x.ndim != 2 or axis != 1:
         raise NotImplementedError(f"A kernel sums over the last axis of a matrix, not {axis}.")
     shape = (x.shape[1],) * 2
-    from_, to = (jax.lax.broadcasted_iota(jnp.int32, shape, n) for n in (0, 1))
-    ones = (from_ >= to if reverse else from_ <= to).astype(x.dtype)
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, n) for n in (0, 1))
+    ones = (row >= column if reverse else row <= column).astype(x.dtype)
     if one_row:
         return _row_product(x, ones, (((1,), (0,)), ((), ())), None)
     return jnp.matmul(x, ones, precision=jax.lax.Precision.HIGHEST)

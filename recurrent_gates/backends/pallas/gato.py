@@ -74,20 +74,20 @@ _two_layer_sum.defvjp(_forward, _backward)
 def _forward_call(platform: str, x: Any, r: Any, first: Any, on_r: Any, out: Any) -> jax.Array:
     count, (hidden, depth, units) = r.shape[0], first.shape
     rows, block = _blocks(platform, count, first, backward=False)
-    x, r = _whole(x, rows), _whole(r, rows, block)
-    first, on_r, out = (_whole(a, 1, block) for a in (first, on_r, out))
+    x, r = _padded(x, rows), _padded(r, rows, block)
+    first, on_r, out = (_padded(a, 1, block) for a in (first, on_r, out))
 
     def kernel(x_ref, r_ref, first_ref, on_r_ref, out_ref, total_ref):
         def tile(n: Any, _: None) -> None:
-            at = pl.ds(n * TILE, TILE)
-            x, r = x_ref[at, :], r_ref[at, :]
+            span = pl.ds(n * TILE, TILE)
+            x, r = x_ref[span, :], r_ref[span, :]
 
             def unit(i: Any, total: jax.Array) -> jax.Array:
-                one = pl.ds(i, 1)
-                before = _dot(x, first_ref[i], 1, 0, r.dtype) + on_r_ref[one, :] * r
-                return total + out_ref[one, :] * jnp.maximum(before, 0)
+                index = pl.ds(i, 1)
+                pre = _dot(x, first_ref[i], 1, 0, r.dtype) + on_r_ref[index, :] * r
+                return total + out_ref[index, :] * jnp.maximum(pre, 0)
 
-            total_ref[at, :] = jax.lax.fori_loop(0, hidden, unit, jnp.zeros_like(r))
+            total_ref[span, :] = jax.lax.fori_loop(0, hidden, unit, jnp.zeros_like(r))
 
         jax.lax.fori_loop(0, rows // TILE, tile, None)
 
@@ -115,23 +115,23 @@ def _backward_call(
 ) -> tuple[jax.Array, ...]:
     count, (hidden, depth, units) = r.shape[0], first.shape
     rows, block = _blocks(platform, count, first, backward=True)
-    x, r, d_total = _whole(x, rows), _whole(r, rows, block), _whole(d_total, rows, block)
-    first, on_r, out = (_whole(a, 1, block) for a in (first, on_r, out))
+    x, r, d_total = _padded(x, rows), _padded(r, rows, block), _padded(d_total, rows, block)
+    first, on_r, out = (_padded(a, 1, block) for a in (first, on_r, out))
     blocks, unit_blocks = x.shape[0] // rows, r.shape[1] // block
     # On a TPU one program after another adds to the weights' gradients; on a GPU all run at
     # once and each has its own, added up at the end.
-    parts, in_turn = (blocks, 1) if platform == "cuda" else (1, blocks)
+    partials, turns = (blocks, 1) if platform == "cuda" else (1, blocks)
 
     def row(p: Any, n: Any) -> Any:
-        return p * in_turn + n
+        return p * turns + n
 
     by_unit = pl.BlockSpec((hidden, block), lambda p, u, n: (0, u))
     by_row = pl.BlockSpec((rows, block), lambda p, u, n: (row(p, n), u))
-    part = pl.BlockSpec((1, hidden, block), lambda p, u, n: (p, 0, u))
-    sums = kernel_result((parts, *out.shape), r)
+    partial_spec = pl.BlockSpec((1, hidden, block), lambda p, u, n: (p, 0, u))
+    sums = kernel_result((partials, *out.shape), r)
     d_x, d_r, d_first, d_on_r, d_out = pl.pallas_call(
         functools.partial(_backward_kernel, hidden, rows),
-        grid=(parts, unit_blocks, in_turn),
+        grid=(partials, unit_blocks, turns),
         in_specs=[
             pl.BlockSpec((rows, depth), lambda p, u, n: (row(p, n), 0)),
             by_row,
@@ -144,13 +144,13 @@ def _backward_call(
             pl.BlockSpec((1, rows, depth), lambda p, u, n: (u, row(p, n), 0)),
             by_row,
             pl.BlockSpec((1, hidden, depth, block), lambda p, u, n: (p, 0, 0, u)),
-            part,
-            part,
+            partial_spec,
+            partial_spec,
         ],
         out_shape=[
             kernel_result((unit_blocks, *x.shape), r),
             kernel_result(r.shape, r),
-            kernel_result((parts, *first.shape), r),
+            kernel_result((partials, *first.shape), r),
             sums,
             sums,
         ],
@@ -173,23 +173,23 @@ def _backward_kernel(hidden: int, rows: int, *refs: Any) -> None:
             ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
     def tile(n: Any, _: None) -> None:
-        at = pl.ds(n * TILE, TILE)
-        x, r, d_total = x_ref[at, :], r_ref[at, :], d_total_ref[at, :]
+        span = pl.ds(n * TILE, TILE)
+        x, r, d_total = x_ref[span, :], r_ref[span, :], d_total_ref[span, :]
 
         def unit(i: Any, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             d_x, d_r = sums
-            one = pl.ds(i, 1)
-            before = _dot(x, first_ref[i], 1, 0, r.dtype) + on_r_ref[one, :] * r
-            d_out_ref[0, one, :] += jnp.sum(d_total * jnp.maximum(before, 0), axis=0, keepdims=True)
-            d_before = jnp.where(before > 0, d_total * out_ref[one, :], 0)
-            d_on_r_ref[0, one, :] += jnp.sum(d_before * r, axis=0, keepdims=True)
-            d_r = d_r + d_before * on_r_ref[one, :]
-            d_before = d_before.astype(x.dtype)
-            d_first_ref[0, i] += _dot(x, d_before, 0, 0, r.dtype)
-            return d_x + _dot(d_before, first_ref[i], 1, 1, r.dtype), d_r
+            index = pl.ds(i, 1)
+            pre = _dot(x, first_ref[i], 1, 0, r.dtype) + on_r_ref[index, :] * r
+            d_out_ref[0, index, :] += jnp.sum(d_total * jnp.maximum(pre, 0), axis=0, keepdims=True)
+            d_pre = jnp.where(pre > 0, d_total * out_ref[index, :], 0)
+            d_on_r_ref[0, index, :] += jnp.sum(d_pre * r, axis=0, keepdims=True)
+            d_r = d_r + d_pre * on_r_ref[index, :]
+            d_pre = d_pre.astype(x.dtype)
+            d_first_ref[0, i] += _dot(x, d_pre, 0, 0, r.dtype)
+            return d_x + _dot(d_pre, first_ref[i], 1, 1, r.dtype), d_r
 
         zeros = (jnp.zeros(x.shape, r.dtype), jnp.zeros_like(r))
-        d_x_ref[0, at, :], d_r_ref[at, :] = jax.lax.fori_loop(0, hidden, unit, zeros)
+        d_x_ref[0, span, :], d_r_ref[span, :] = jax.lax.fori_loop(0, hidden, unit, zeros)
 
     jax.lax.fori_loop(0, rows // TILE, tile, None)
 
@@ -204,19 +204,19 @@ def _blocks(platform: str, count: int, first: jax.Array, *, backward: bool) -> t
     """Rows and units of a program."""
     hidden, depth, units = first.shape
     if platform == "cuda":
-        most, block = (1024 if backward else 256), math.gcd(units, 64)
+        limit, block = (1024 if backward else 256), math.gcd(units, 64)
     else:
-        most, block = 512, units
+        limit, block = 512, units
         fits = ON_CHIP // 2 // (hidden * depth * 4 * (4 if backward else 2))
         if units > fits:
             block = 128
-    rows = math.gcd(count, most)
-    if rows < min(4 * TILE, most):  # else whole blocks, with rows of zeros
-        rows = min(most, -(-count // TILE) * TILE)
+    rows = math.gcd(count, limit)
+    if rows < min(4 * TILE, limit):  # else whole blocks, with rows of zeros
+        rows = min(limit, -(-count // TILE) * TILE)
     return rows, block
 
 
-def _whole(a: jax.Array, rows: int, columns: int = 1) -> jax.Array:
+def _padded(a: jax.Array, rows: int, columns: int = 1) -> jax.Array:
     """With zeros on the first and the last axis up to whole blocks."""
     padding = (-a.shape[0] % rows, -a.shape[-1] % columns)
     widths = ((0, padding[0]), *[(0, 0)] * (a.ndim - 2), (0, padding[1]))

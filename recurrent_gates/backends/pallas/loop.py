@@ -59,7 +59,7 @@ class OnGpu(NamedTuple):
     warps: int
 
 
-def on_gpu(batch: int, heads: int, held: int) -> OnGpu:
+def on_gpu(batch: int, heads: int, matrix_bytes: int) -> OnGpu:
     """How a loop with products is cut into programs on a GPU.
 
     A program has one row: its threads hold the weights, and a step takes a fraction of the time of
@@ -68,19 +68,19 @@ def on_gpu(batch: int, heads: int, held: int) -> OnGpu:
     Args:
       batch: rows.
       heads: N, each a program's own.
-      held: bytes of the matrices of a head.
+      matrix_bytes: bytes of the matrices of a head.
     """
-    if batch * heads * held > GPU_HELD:
-        return OnGpu(GPU_ROWS, 8 if held >= 2**16 else 4)
+    if batch * heads * matrix_bytes > GPU_HELD:
+        return OnGpu(GPU_ROWS, 8 if matrix_bytes >= 2**16 else 4)
     # A thread has 128 registers for weights. Where few programs run, each has at least 128 threads.
-    warps = max(held // 2**14, 4 if batch * heads <= GPU_FEW else 1)
+    warps = max(matrix_bytes // 2**14, 4 if batch * heads <= GPU_FEW else 1)
     return OnGpu(1, 1 << (warps - 1).bit_length())
 
 
 def on_platform(kernel_call: Callable[..., Any], *args: Any) -> Any:
     """``kernel_call(platform, *args)`` for the platform that the program is lowered for."""
-    ways = {name: functools.partial(kernel_call, name) for name in ("cpu", "tpu", "cuda")}
-    return jax.lax.platform_dependent(*args, **ways)
+    calls = {name: functools.partial(kernel_call, name) for name in ("cpu", "tpu", "cuda")}
+    return jax.lax.platform_dependent(*args, **calls)
 
 
 def compiler_params(platform: str, axes: int, *, state: bool, warps: int | None = None) -> Any:
@@ -146,8 +146,8 @@ def time_loop(
         x_t = jax.tree.map(lambda a, b: a != 0 if b else a, x_t, is_bool)
         return body(shared, rows, carry, x_t)
 
-    how: Any = dict(reverse=reverse, elementwise=elementwise, heads=heads, gpu=gpu)
-    call = functools.partial(_time_loop, body=typed, **how)
+    options: Any = dict(reverse=reverse, elementwise=elementwise, heads=heads, gpu=gpu)
+    call = functools.partial(_time_loop, body=typed, **options)
 
     def scanned(shared: Any, rows: Any, carry: Any, xs: Any) -> tuple[Any, Any]:
         def step(carry: Any, x_t: Any) -> tuple[Any, Any]:
@@ -167,17 +167,17 @@ def time_loop(
 
 
 def _time_loop(
-    platform: str, shared: Any, rows: Any, carry: Any, xs: Any, **how: Any
+    platform: str, shared: Any, rows: Any, carry: Any, xs: Any, **options: Any
 ) -> tuple[Any, Any]:
     batch = jax.tree.leaves(carry)[0].shape[0]
     if platform == "cuda":  # Triton checks no bounds: whole blocks only
-        padding = -batch % how["gpu"].rows
+        padding = -batch % options["gpu"].rows
         rows, carry, xs = jax.tree.map(
             lambda a: _pad_axis(a, a.ndim - 2, padding) if a.ndim > 1 else a, (rows, carry, xs)
         )
-        last, ys = _call(platform, shared, rows, carry, xs, **how)
+        last, ys = _call(platform, shared, rows, carry, xs, **options)
         return jax.tree.map(lambda a: a[..., :batch, :], (last, ys))
-    return _call(platform, shared, rows, carry, xs, **how)
+    return _call(platform, shared, rows, carry, xs, **options)
 
 
 def _call(
@@ -198,8 +198,8 @@ def _call(
     arguments = shared, rows, carry, jax.tree.map(lambda a: a[0], xs)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arguments)
     y_t = jax.eval_shape(body, *shapes)[1]
-    one = jax.tree.leaves(carry)[0]
-    ys = jax.tree.map(lambda a: kernel_result((steps, *a.shape), one, a.dtype), y_t)
+    template = jax.tree.leaves(carry)[0]
+    ys = jax.tree.map(lambda a: kernel_result((steps, *a.shape), template, a.dtype), y_t)
     last = jax.tree.map(lambda a: kernel_result(a.shape, a), carry)
 
     ins, out = (shared, rows, carry, xs), (last, ys)
@@ -335,7 +335,7 @@ def _kernel(plan: _Plan, body: Body, structure: Any) -> Callable[..., None]:
     """
     steps, chunk, ahead = plan.steps, plan.chunk, plan.ahead
     gpu = plan.platform == "cuda"
-    ready = in_kernel(body, one_row=gpu and plan.rows == 1)
+    kernel_body = in_kernel(body, one_row=gpu and plan.rows == 1)
 
     def kernel(*refs: Any) -> None:
         (shared_ref, rows_ref, carry_ref, xs_ref), (last_ref, ys_ref) = jax.tree.unflatten(
@@ -363,17 +363,17 @@ def _kernel(plan: _Plan, body: Body, structure: Any) -> Callable[..., None]:
             )
 
         def step(n: Any, carry: Any, x_t: Any) -> Any:
-            carry, y_t = ready(shared, rows, carry, x_t)
+            carry, y_t = kernel_body(shared, rows, carry, x_t)
             jax.tree.map(functools.partial(_store, time(n)), ys_ref, y_t)
             return carry
 
-        def run(n: Any, carry: Any, some: int) -> Any:
+        def run(n: Any, carry: Any, number: int) -> Any:
             """Some steps from the n-th on; all their loads come before the first store."""
-            for k, x_t in [(k, load(n + k)) for k in range(some)]:
+            for k, x_t in [(k, load(n + k)) for k in range(number)]:
                 carry = step(n + k, carry, x_t)
             return carry
 
-        def run_one(n: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        def run_step(n: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
             """The n-th step, beside the loads of the next."""
             carry, x_t = state
             following = load(jnp.minimum(n + 1, count - 1))
@@ -382,11 +382,11 @@ def _kernel(plan: _Plan, body: Body, structure: Any) -> Callable[..., None]:
         # A thread of a GPU does not see what another one has just stored.
         state = jax.tree.map(lambda ref: ref[...], carry_ref if gpu else last_ref)
         if ahead > 1:  # all steps are in one block
-            whole, rest = divmod(steps, ahead)
-            state = jax.lax.fori_loop(0, whole, lambda n, c: run(n * ahead, c, ahead), state)
-            state = run(whole * ahead, state, rest)
+            rounds, remainder = divmod(steps, ahead)
+            state = jax.lax.fori_loop(0, rounds, lambda n, c: run(n * ahead, c, ahead), state)
+            state = run(rounds * ahead, state, remainder)
         elif gpu:
-            state, _ = jax.lax.fori_loop(0, count, run_one, (state, load(0)))
+            state, _ = jax.lax.fori_loop(0, count, run_step, (state, load(0)))
         else:
             state = jax.lax.fori_loop(0, count, lambda n, c: run(n, c, 1), state)
         jax.tree.map(_set, last_ref, state)
@@ -394,8 +394,8 @@ def _kernel(plan: _Plan, body: Body, structure: Any) -> Callable[..., None]:
     return kernel
 
 
-def _copy(to: Any, from_: Any) -> None:
-    to[...] = from_[...]
+def _copy(target: Any, source: Any) -> None:
+    target[...] = source[...]
 
 
 def _set(ref: Any, value: jax.Array) -> None:

@@ -59,18 +59,20 @@ def recurrence(elementwise: bool, loop: Loop) -> tuple[Carry, Carry]:
 def _forward(elementwise: bool, loop: Loop) -> tuple[tuple[Carry, Carry], Residuals]:
     dtype = inputs_dtype(loop.xs)
     weights, gpu = resident(loop.params, dtype), _programs(elementwise, loop, dtype)
-    held, product_by = _kernel_weights(loop, weights, dtype, gpu, transposed=False)
+    operands, product_by = _kernel_weights(loop, weights, dtype, gpu, transposed=False)
 
     def body(shared: Any, reset_carry: Carry, c: Carry, inputs: Any) -> tuple[Carry, Any]:
-        held, carry_fns = shared
+        operands, carry_fns = shared
         z_t, stream_t = inputs
-        own = loop.replace(params=held.weights, reset_carry=reset_carry, carry_fns=carry_fns)
-        c, pre = recorded_step(own, product_by(held), z_t, c, stream_t)
+        step_loop = loop.replace(
+            params=operands.weights, reset_carry=reset_carry, carry_fns=carry_fns
+        )
+        c, pre = recorded_step(step_loop, product_by(operands), z_t, c, stream_t)
         return c, (c, pre)
 
     last, (carries, pre) = time_loop(
         body,
-        (held, loop.carry_fns),
+        (operands, loop.carry_fns),
         None if loop.stream.resets is None else loop.reset_carry,
         loop.carry,
         (loop.xs, loop.stream),
@@ -82,21 +84,28 @@ def _forward(elementwise: bool, loop: Loop) -> tuple[tuple[Carry, Carry], Residu
     return (last, carries), residuals(loop, carries, pre)
 
 
-def _backward(elementwise: bool, kept: Residuals, cotangents: tuple[Carry, Carry]) -> tuple[Loop]:
-    loop, reverse = kept.loop, kept.loop.settings.reverse
+def _backward(
+    elementwise: bool, residual: Residuals, cotangents: tuple[Carry, Carry]
+) -> tuple[Loop]:
+    loop, reverse = residual.loop, residual.loop.settings.reverse
     d_last, d_carries = cotangents
-    before = shifted(loop.carry, kept.carries, reverse)
+    previous = shifted(loop.carry, residual.carries, reverse)
 
-    weights, gpu = resident(loop.params, kept.dtype), _programs(elementwise, loop, kept.dtype)
-    held, product_by = _kernel_weights(loop, weights, kept.dtype, gpu, transposed=True)
+    weights, gpu = (
+        resident(loop.params, residual.dtype),
+        _programs(elementwise, loop, residual.dtype),
+    )
+    operands, product_by = _kernel_weights(loop, weights, residual.dtype, gpu, transposed=True)
 
     def body(shared: Any, reset_carry: Carry, state: Any, inputs: Any) -> tuple[Any, Any]:
-        held, carry_fns = shared
+        operands, carry_fns = shared
         d_carry, d_reset = state
         *moment, d_here = inputs
-        own = loop.replace(params=held.weights, reset_carry=reset_carry, carry_fns=carry_fns)
-        product, d_new = product_by(held), add(d_carry, d_here)
-        d = step_gradients(own, product, kept.dtype, Moment(*moment), d_new, skip=True)
+        step_loop = loop.replace(
+            params=operands.weights, reset_carry=reset_carry, carry_fns=carry_fns
+        )
+        product, d_new = product_by(operands), add(d_carry, d_here)
+        d = step_gradients(step_loop, product, residual.dtype, Moment(*moment), d_new, skip=True)
         if d_reset is not None:
             d_reset = add(d_reset, d.reset_carry)
         return (d.prev, d_reset), (d.pre, d.apart)
@@ -105,16 +114,16 @@ def _backward(elementwise: bool, kept: Residuals, cotangents: tuple[Carry, Carry
     rows, d_rows = (None, None) if loop.stream.resets is None else (loop.reset_carry, zeros)
     (d_carry, d_rows), (d_pre, d_apart) = time_loop(
         body,
-        (held, loop.carry_fns),
+        (operands, loop.carry_fns),
         rows,
         (d_last, d_rows),
-        (before, kept.pre, loop.xs, loop.stream, d_carries),
+        (previous, residual.pre, loop.xs, loop.stream, d_carries),
         reverse=not reverse,
         gpu=gpu,
         elementwise=elementwise,
         heads=heads_of(loop.params),
     )
-    d_weights, d_inputs = gradients(kept, before, d_pre, d_apart)
+    d_weights, d_inputs = gradients(residual, previous, d_pre, d_apart)
     d_loop = loop.replace(params=d_weights, xs=d_inputs, carry=d_carry)
     d_reset = zeros if d_rows is None else d_rows
     return (d_loop.replace(reset_carry=d_reset, carry_fns=None, stream=None),)
@@ -173,19 +182,19 @@ def _kernel_weights(
     if transposed:  # so that the sums on the way back are over rows, as those forward are
         joined = [jnp.swapaxes(w, -1, -2) for w in joined]
 
-    def product_by(held: KernelWeights) -> SlotProduct:
-        done: dict[str, jax.Array] = {}
+    def product_by(operands: KernelWeights) -> SlotProduct:
+        cache: dict[str, jax.Array] = {}
 
         def product(slot: str, x: jax.Array, dtype: Any) -> jax.Array:
-            at = next((at for at, slots in enumerate(groups) if slot in slots), None)
-            if at is None:
-                return product_of(held.weights, slot, x, dtype)
-            if slot not in done:
-                by = _transposed_product if transposed else matrix_product
-                out = by(x, held.joined[at], dtype)
-                products = _slot_products(out, _columns_of_a_unit(groups[at]))
-                done.update(zip(groups[at], products, strict=False))  # of three slots without zeros
-            return with_bias(held.weights, slot, done[slot])
+            n = next((n for n, slots in enumerate(groups) if slot in slots), None)
+            if n is None:
+                return product_of(operands.weights, slot, x, dtype)
+            if slot not in cache:
+                multiply = _transposed_product if transposed else matrix_product
+                out = multiply(x, operands.joined[n], dtype)
+                products = _slot_products(out, _columns_of_a_unit(groups[n]))
+                cache.update(zip(groups[n], products, strict=False))  # of three slots without zeros
+            return with_bias(operands.weights, slot, cache[slot])
 
         return product
 
@@ -198,8 +207,8 @@ def _groups(loop: Loop, dtype: Any) -> list[list[str]]:
     for slots in slots_of_one_vector(loop, dtype):
         shapes = [loop.params.matrices[slot].shape for slot in slots]
         for shape in dict.fromkeys(shapes):
-            alike = [slot for slot, own in zip(slots, shapes, strict=True) if own == shape]
-            fours = [alike[n : n + 4] for n in range(0, len(alike), 4)]
+            peers = [slot for slot, s in zip(slots, shapes, strict=True) if s == shape]
+            fours = [peers[n : n + 4] for n in range(0, len(peers), 4)]
             groups += [four for four in fours if len(four) > 1]
     return groups
 
@@ -219,11 +228,11 @@ def _joined_matrix(matrices: list[jax.Array]) -> jax.Array:
 def _slot_products(out: jax.Array, width: int) -> list[jax.Array]:
     """``[..., F]`` of each slot from the product of a group: by halves, which Triton knows."""
     units = out.shape[-1] // width
-    parts = [out.reshape(*out.shape[:-1], units, *[2] * (width // 2))]
+    blocks = [out.reshape(*out.shape[:-1], units, *[2] * (width // 2))]
     for _ in range(width // 2):  # the last axis comes first: a second half is every other slot
-        evens, odds = zip(*(jnp.split(part, 2, axis=-1) for part in parts), strict=True)
-        parts = [half.reshape(half.shape[:-1]) for half in (*evens, *odds)]
-    return parts
+        evens, odds = zip(*(jnp.split(block, 2, axis=-1) for block in blocks), strict=True)
+        blocks = [half.reshape(half.shape[:-1]) for half in (*evens, *odds)]
+    return blocks
 
 
 def _transposed_product(x: jax.Array, transpose: jax.Array, dtype: Any) -> jax.Array:

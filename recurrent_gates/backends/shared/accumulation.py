@@ -4,8 +4,8 @@ Where a cell declares sums, a backend may run the other fields by themselves. Th
 summed ones are then known at all steps, and there is little left to do:
 
     looped = run(feeding(loop))
-    added = cell.sums.increment(params, read_by_increments(feeding(loop), looped), z)
-    sums = run(summing(loop, added))
+    increments = cell.sums.increment(params, increment_inputs(feeding(loop), looped), z)
+    sums = run(summing(loop, increments))
     carries = joined(cell, looped, sums)
 """
 
@@ -24,7 +24,7 @@ from recurrent_gates.scan import Loop, Stream, select
 class SumCell(Cell):
     """The summed fields of a cell as a recurrence of their own, over their increments."""
 
-    whole: Cell
+    source: Cell
 
     @property
     def products(self) -> Products:
@@ -38,7 +38,7 @@ class SumCell(Cell):
     @nn.nowrap
     def step(self, params: Params, carry: Carry, z_t: Slots) -> Carry:
         del params
-        sums = self.whole.sums
+        sums = self.source.sums
         assert sums is not None
         return sums.add(carry, z_t)
 
@@ -51,20 +51,20 @@ def _no_weights(params: Params) -> Slots:
 def feeding(loop: Loop) -> Loop:
     """The loop over the fields that feed back; the summed ones are None."""
     fields = summed_fields(loop.settings.cell)
-    return _part(loop, [f for f in loop.carry._fields if f not in fields])
+    return _restricted(loop, [f for f in loop.carry._fields if f not in fields])
 
 
-def summing(loop: Loop, added: Slots) -> Loop:
+def summing(loop: Loop, increments: Slots) -> Loop:
     """The loop over the summed fields, whose inputs are their increments ``[T, ...]``."""
     cell = loop.settings.cell
     settings = loop.settings._replace(cell=SumCell(cell, parent=None))
-    part = _part(loop, list(summed_fields(cell)))
-    return part.replace(settings=settings, params={}, xs=added)
+    sum_loop = _restricted(loop, list(summed_fields(cell)))
+    return sum_loop.replace(settings=settings, params={}, xs=increments)
 
 
-def _part(loop: Loop, fields: list[str]) -> Loop:
+def _restricted(loop: Loop, fields: list[str]) -> Loop:
     """A loop with these fields of the carry alone, and the carry functions that act on them."""
-    others = {field: None for field in loop.carry._fields if field not in fields}
+    absent_fields = {field: None for field in loop.carry._fields if field not in fields}
     pairs = [
         (fn, noise)
         for fn, noise in zip(loop.carry_fns, loop.stream.noise, strict=True)
@@ -72,8 +72,8 @@ def _part(loop: Loop, fields: list[str]) -> Loop:
     ]
     carry_fns: tuple[CarryFn, ...] = tuple(fn for fn, _ in pairs)
     return loop.replace(
-        carry=loop.carry._replace(**others),
-        reset_carry=loop.reset_carry._replace(**others),
+        carry=loop.carry._replace(**absent_fields),
+        reset_carry=loop.reset_carry._replace(**absent_fields),
         carry_fns=carry_fns,
         stream=loop.stream._replace(noise=tuple(noise for _, noise in pairs)),
     )
@@ -87,14 +87,14 @@ def joined(cell: Cell, looped: Carry, sums: Carry) -> Carry:
 def shifted(carry: Carry, carries: Carry, reverse: bool) -> Carry:
     """The carry before each step, ``[T, ...]``."""
 
-    def shift(start: jax.Array, all_: jax.Array) -> jax.Array:
-        pieces = [all_[1:], start[None]] if reverse else [start[None], all_[:-1]]
+    def shift(start: jax.Array, values: jax.Array) -> jax.Array:
+        pieces = [values[1:], start[None]] if reverse else [start[None], values[:-1]]
         return jnp.concatenate(pieces)
 
     return jax.tree.map(shift, carry, carries)
 
 
-def read_by_increments(feeding: Loop, looped: Carry) -> Carry:
+def increment_inputs(feeding: Loop, looped: Carry) -> Carry:
     """What each step's increments read: the looped carry before it, ``[T, ...]``.
 
     Args:
@@ -102,12 +102,12 @@ def read_by_increments(feeding: Loop, looped: Carry) -> Carry:
       looped: these fields at all steps.
     """
 
-    def read(prev: Carry, stream_t: Stream) -> Carry:
+    def step_inputs(prev: Carry, stream_t: Stream) -> Carry:
         prev = select(stream_t.resets, feeding.reset_carry, prev)
         return apply_before(feeding.carry_fns, stream_t.noise, prev)
 
-    before = shifted(feeding.carry, looped, feeding.settings.reverse)
-    return jax.vmap(read)(before, feeding.stream)
+    previous = shifted(feeding.carry, looped, feeding.settings.reverse)
+    return jax.vmap(step_inputs)(previous, feeding.stream)
 
 
 def unnamed_field(loop: Loop) -> str | None:

@@ -42,11 +42,11 @@ def _is_fast(loop: Loop) -> bool:
     # With a single field XLA finds too little in a step to run any of it beside the rest.
     if not 0 < len(matrices) <= _MOST_PRODUCTS or len(fields) < 2:
         return False
-    least, most = _FEATURES
-    if not all(least <= matrix.shape[-2] <= most for matrix in matrices):
+    low, high = _FEATURES
+    if not all(low <= matrix.shape[-2] <= high for matrix in matrices):
         return False
-    least, most = _WORK
-    return least <= fields[0].shape[0] * sum(matrix.size for matrix in matrices) <= most
+    low, high = _WORK
+    return low <= fields[0].shape[0] * sum(matrix.size for matrix in matrices) <= high
 
 
 def _is_divisible(loop: Loop) -> bool:
@@ -87,8 +87,8 @@ def divided(tree: Any, parts: int) -> list[Any]:
     return [jax.tree.map(lambda leaf, part=part: rows(leaf, part), tree) for part in range(parts)]
 
 
-def joined(parts: Sequence[Any]) -> Any:
+def joined(trees: Sequence[Any]) -> Any:
     """The tree that ``divided`` has divided."""
-    if len(parts) == 1:
-        return parts[0]
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+    if len(trees) == 1:
+        return trees[0]
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *trees)

@@ -172,11 +172,11 @@ def slots_of_one_vector(loop: Loop, dtype: Any) -> list[list[str]]:
     inputs = {
         name: jax.ShapeDtypeStruct(value.shape[1:], value.dtype) for name, value in loop.xs.items()
     }
-    read: list[tuple[str, jax.Array]] = []
+    operands: list[tuple[str, jax.Array]] = []
 
     def update(carry: Carry, inputs: Slots) -> Carry:
         def product(slot: str, x: jax.Array) -> jax.Array:
-            read.append((slot, x))
+            operands.append((slot, x))
             return product_of(loop.params, slot, x, dtype)
 
         return declared(loop.settings.cell).update(carry, inputs, product)
@@ -184,7 +184,7 @@ def slots_of_one_vector(loop: Loop, dtype: Any) -> list[list[str]]:
     jax.eval_shape(update, loop.carry, inputs)
     kernels = loop.params.matrices
     groups: dict[Any, list[str]] = {}
-    for slot, x in read:
+    for slot, x in operands:
         if slot in kernels:
             groups.setdefault((id(x), kernels[slot].shape[:-1]), []).append(slot)
     return [slots for slots in groups.values() if len(slots) > 1]
@@ -192,20 +192,20 @@ def slots_of_one_vector(loop: Loop, dtype: Any) -> list[list[str]]:
 
 def step_product(weights: Weights, merged: Sequence[Merged] = ()) -> SlotProduct:
     """The products of these weights for one step."""
-    done: dict[str, jax.Array] = {}
+    cache: dict[str, jax.Array] = {}
 
     def product(slot: str, x: jax.Array, dtype: Any) -> jax.Array:
         group = next((group for group in merged if slot in group.slots), None)
         if group is None:
             return product_of(weights, slot, x, dtype)
-        if slot not in done:
+        if slot not in cache:
             out = matrix_product(x, group.weights, dtype)
             heads, batch = group.weights.shape[:-2], x.shape[:-1]
             widths = list(itertools.accumulate(group.slots.values()))
-            parts = jnp.split(out.reshape(*batch, *heads, widths[-1]), widths[:-1], axis=-1)
-            for name, part in zip(group.slots, parts, strict=True):
-                done[name] = part.reshape(*batch, math.prod(heads) * part.shape[-1])
-        return with_bias(weights, slot, done[slot])
+            pieces = jnp.split(out.reshape(*batch, *heads, widths[-1]), widths[:-1], axis=-1)
+            for name, piece in zip(group.slots, pieces, strict=True):
+                cache[name] = piece.reshape(*batch, math.prod(heads) * piece.shape[-1])
+        return with_bias(weights, slot, cache[slot])
 
     return product
 
@@ -225,12 +225,12 @@ def recorded_step(
     """
     cell = loop.settings.cell
     pre: dict[str, jax.Array] = {}
-    added = pre_activations(product, inputs)
+    pre_activation = pre_activations(product, inputs)
 
     def recorded(slot: str, x: jax.Array) -> jax.Array:
         if slot in pre:
             raise TypeError(f"{type(cell).__name__}.update uses the product {slot!r} twice.")
-        pre[slot] = added(slot, x)
+        pre[slot] = pre_activation(slot, x)
         return pre[slot]
 
     update = declared(cell).update
@@ -287,15 +287,15 @@ def step_gradients(
     direct: dict[str, int] = {}  # slot -> the leaf of the carry that its product reads
 
     def replay(prev: Carry, reset_carry: Carry, pre: Slots, apart: Slots) -> Carry:
-        def update(read: Carry) -> Carry:
+        def update(carry: Carry) -> Carry:
             def replayed(slot: str, x: jax.Array) -> jax.Array:
-                for index, leaf in enumerate(jax.tree.leaves(read)):
+                for index, leaf in enumerate(jax.tree.leaves(carry)):
                     if leaf is x:
                         direct[slot] = index
                         return pre[slot]
-                return known(dtype, loop.params, pre[slot], slot, x)
+                return known_product(dtype, loop.params, pre[slot], slot, x)
 
-            return declared(loop.settings.cell).update(read, apart, replayed)
+            return declared(loop.settings.cell).update(carry, apart, replayed)
 
         return loop.replace(reset_carry=reset_carry).advance(update, prev, moment.stream)
 
@@ -321,28 +321,28 @@ def _through_products(
     """The cotangents of the leaves of the carry that products read, from those of the products."""
 
     def derivative(d_pre: Slots) -> list[jax.Array]:
-        def products(read: list[jax.Array]) -> Slots:
-            return {slot: product(slot, read[index], dtype) for slot, index in direct.items()}
+        def products(leaves: list[jax.Array]) -> Slots:
+            return {slot: product(slot, leaves[index], dtype) for slot, index in direct.items()}
 
         _, pullback = jax.vjp(products, jax.tree.leaves(moment.prev))
         return pullback({slot: d_pre[slot] for slot in direct})[0]
 
-    none_due = _detached(loop, moment, set(direct.values())) if skip else None
-    if none_due is None or not loop.params.matrices:
+    is_detached = _detached(loop, moment, set(direct.values())) if skip else None
+    if is_detached is None or not loop.params.matrices:
         return derivative(d_pre)
     zeros = [jnp.zeros_like(a) for a in jax.tree.leaves(moment.prev)]
-    return jax.lax.cond(none_due, lambda _: zeros, derivative, d_pre)  # h-detach: none passes
+    return jax.lax.cond(is_detached, lambda _: zeros, derivative, d_pre)  # h-detach: none passes
 
 
 def _through_reads(loop: Loop, moment: Moment, d_read: list[jax.Array]) -> tuple[Carry, Carry]:
     """The cotangents of the carry before a step and of the reset carry, from those of what the
     step read."""
 
-    def read(prev: Carry, reset_carry: Carry) -> list[jax.Array]:
+    def step_inputs(prev: Carry, reset_carry: Carry) -> list[jax.Array]:
         carry = select(moment.stream.resets, reset_carry, prev)
         return jax.tree.leaves(apply_before(loop.carry_fns, moment.stream.noise, carry))
 
-    _, pullback = jax.vjp(read, moment.prev, loop.reset_carry)
+    _, pullback = jax.vjp(step_inputs, moment.prev, loop.reset_carry)
     return pullback(d_read)
 
 
@@ -364,75 +364,77 @@ def _detached(loop: Loop, moment: Moment, leaves: set[int]) -> jax.Array | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def known(dtype: Any, weights: Weights, value: jax.Array, slot: str, x: jax.Array) -> jax.Array:
+def known_product(
+    dtype: Any, weights: Weights, value: jax.Array, slot: str, x: jax.Array
+) -> jax.Array:
     """A recurrent product of x whose value is known; only its derivative is computed."""
     del dtype, weights, slot, x
     return value
 
 
-def _known_forward(
+def _known_product_forward(
     dtype: Any, weights: Weights, value: jax.Array, slot: str, x: jax.Array
 ) -> tuple[jax.Array, Any]:
     del dtype, slot
     return value, (weights, x)
 
 
-def _known_backward(dtype: Any, slot: str, kept: Any, d_out: jax.Array) -> tuple:
-    weights, x = kept
+def _known_product_backward(dtype: Any, slot: str, residual: Any, d_out: jax.Array) -> tuple:
+    weights, x = residual
     _, pullback = jax.vjp(lambda x: product_of(weights, slot, x, dtype), x)
     return None, d_out, *pullback(d_out)
 
 
-known.defvjp(_known_forward, _known_backward)
+known_product.defvjp(_known_product_forward, _known_product_backward)
 
 
 # Backward, after the loop.
 
 
 def gradients(
-    kept: Residuals, before: Carry, d_pre: Slots, d_apart: Slots
+    residual: Residuals, previous: Carry, d_pre: Slots, d_apart: Slots
 ) -> tuple[Weights, Slots]:
     """The cotangents of weights and inputs from those of the pre-activations.
 
     Args:
-      kept: what the forward loop kept.
-      before: the carry before each step, ``[T, ...]``.
-      d_pre, d_apart: cotangents of ``kept.pre`` and of the inputs that were read apart.
+      residual: what the forward loop kept.
+      previous: the carry before each step, ``[T, ...]``.
+      d_pre, d_apart: cotangents of ``residual.pre`` and of the inputs that were read apart.
     """
-    read, d_rows = _read_by_products(kept, before), dict(d_pre)
+    vectors, d_rows = _product_vectors(residual, previous), dict(d_pre)
     if on_one_cpu():  # products are of the last axis alone: of all rows at once
-        rows = {id(x): flat(x, x.ndim - 1) for x in read.values()}  # slots may read one vector
-        if kept.loop.params.matrices:
+        rows = {id(x): flat(x, x.ndim - 1) for x in vectors.values()}  # slots may read one vector
+        if residual.loop.params.matrices:
             rows = {name: as_transpose(x) for name, x in rows.items()}
-        read = {slot: rows[id(x)] for slot, x in read.items()}
+        vectors = {slot: rows[id(x)] for slot, x in vectors.items()}
         d_rows = {slot: flat(d, d.ndim - 1) for slot, d in d_pre.items()}
 
     def products(weights: Weights) -> Slots:
-        return {slot: product_of(weights, slot, x, kept.dtype) for slot, x in read.items()}
+        return {slot: product_of(weights, slot, x, residual.dtype) for slot, x in vectors.items()}
 
-    _, pullback = jax.vjp(products, kept.loop.params)
+    _, pullback = jax.vjp(products, residual.loop.params)
     (d_weights,) = pullback(d_rows)
-    d_inputs = {}
-    for name, like in kept.dtypes.items():
-        d_inputs[name] = d_apart[name] if name in d_apart else d_pre[name].astype(like.dtype)
+    d_inputs: dict[str, Any] = dict(d_apart)
+    for name in residual.dtypes.keys() - d_apart.keys():  # None: a slot that update does not read
+        d_inputs[name] = d_pre[name].astype(residual.dtypes[name].dtype) if name in d_pre else None
     return d_weights, d_inputs
 
 
-def _read_by_products(kept: Residuals, before: Carry) -> Slots:
+def _product_vectors(residual: Residuals, previous: Carry) -> Slots:
     """The vectors that the products of all steps read, ``[T, ...]`` by slot."""
-    update = declared(kept.loop.settings.cell).update
+    update = declared(residual.loop.settings.cell).update
 
-    def read_at(prev: Carry, pre: Slots, apart: Slots, stream_t: Stream) -> Slots:
-        read: dict[str, jax.Array] = {}
+    def vectors_at(prev: Carry, pre: Slots, apart: Slots, stream_t: Stream) -> Slots:
+        vectors: dict[str, jax.Array] = {}
 
         def product(slot: str, x: jax.Array) -> jax.Array:
-            read[slot] = x
+            vectors[slot] = x
             return pre[slot]
 
-        kept.loop.advance(lambda carry: update(carry, apart, product), prev, stream_t)
-        return read
+        residual.loop.advance(lambda carry: update(carry, apart, product), prev, stream_t)
+        return vectors
 
-    return jax.vmap(read_at)(before, kept.pre, kept.loop.xs, kept.loop.stream)
+    return jax.vmap(vectors_at)(previous, residual.pre, residual.loop.xs, residual.loop.stream)
 
 
 def add(a: Carry, b: Carry) -> Carry:

@@ -35,8 +35,8 @@ def serves(loop: Loop) -> bool:
     cell = loop.settings.cell
     if target.platform() != "cpu" or loop.symbolic or not isinstance(cell, SlotCell):
         return False
-    made = ("project", "emit", "products")
-    if any(getattr(type(cell), name) is not getattr(SlotCell, name) for name in made):
+    members = ("project", "emit", "products")
+    if any(getattr(type(cell), name) is not getattr(SlotCell, name) for name in members):
         return False
     fields, features = jax.tree.leaves(loop.carry), cell.features
     if len(fields) > 1 or features < _FEATURES or fields[0].size < _WIDTH:

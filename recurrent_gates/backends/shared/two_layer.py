@@ -29,7 +29,7 @@ from recurrent_gates.backends.shared.rows import on_one_cpu
 from recurrent_gates.base import Cell
 from recurrent_gates.declared import Params
 from recurrent_gates.gato import GATO, GATOState, TwoLayer
-from recurrent_gates.scan import Loop, kept
+from recurrent_gates.scan import Loop, mark_residuals
 from recurrent_gates.shapes import lead
 
 _FEW = 5  # inputs, with the constant one; each sum forms p again, and of 6 that costs 1.2 to 1.6
@@ -122,9 +122,9 @@ def _total(
 def _groups(*weights: jax.Array) -> tuple[jax.Array, ...]:
     """The weights of hidden units ``[k, ...]`` in groups, the last filled up with zeros."""
     size = min(_HIDDEN, len(weights[0]))
-    short = -len(weights[0]) % size
+    padding = -len(weights[0]) % size
     return tuple(
-        jnp.pad(w, [(0, short)] + [(0, 0)] * (w.ndim - 1)).reshape(-1, size, *w.shape[1:])
+        jnp.pad(w, [(0, padding)] + [(0, 0)] * (w.ndim - 1)).reshape(-1, size, *w.shape[1:])
         for w in weights
     )
 
@@ -144,7 +144,7 @@ def _pre_activation(
 
 
 def _forward(*inputs: jax.Array) -> tuple[jax.Array, Any]:
-    return kept(_total(*inputs)), inputs
+    return mark_residuals(_total(*inputs)), inputs
 
 
 def _backward(inputs: Any, d_total: jax.Array) -> tuple[jax.Array, ...]:
@@ -184,18 +184,20 @@ def _backward(inputs: Any, d_total: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _by_row(
-    function: Callable[[Any], Any], arrays: tuple[jax.Array, ...], most: int = _ROWS
+    function: Callable[[Any], Any], arrays: tuple[jax.Array, ...], limit: int = _ROWS
 ) -> Any:
     """A function of rows ``[n, ...]``, taken of few at a time."""
     count = len(arrays[0])
-    values = jax.lax.map(function, _blocks(arrays, max(1, min(most, count))))
+    values = jax.lax.map(function, _blocks(arrays, max(1, min(limit, count))))
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:count], values)
 
 
 def _blocks(arrays: tuple[jax.Array, ...], length: int) -> tuple[jax.Array, ...]:
     """Rows in blocks, the last filled up with zeros: they add nothing to a masked sum."""
-    short = -len(arrays[0]) % length
-    return tuple(jnp.pad(a, ((0, short), (0, 0))).reshape(-1, length, a.shape[-1]) for a in arrays)
+    padding = -len(arrays[0]) % length
+    return tuple(
+        jnp.pad(a, ((0, padding), (0, 0))).reshape(-1, length, a.shape[-1]) for a in arrays
+    )
 
 
 def _on(p: jax.Array, value: jax.Array) -> jax.Array:
@@ -233,8 +235,8 @@ def _total_by_products(
 
 def _rows_of_products(groups: tuple[jax.Array, ...], count: int) -> int:
     """How many of the rows one product takes, a multiple of those in a sum."""
-    most = max(_SUMMED, _PRODUCTS // groups[2][0].size)
-    tiles = -(-count // most)
+    limit = max(_SUMMED, _PRODUCTS // groups[2][0].size)
+    tiles = -(-count // limit)
     return max(1, -(-count // (_SUMMED * max(1, tiles)))) * _SUMMED
 
 
@@ -279,12 +281,12 @@ def _backward_by_products(inputs: Any, d_total: jax.Array) -> tuple[jax.Array, .
         return sums, (d_x, d * d_r)
 
     width = groups[2][0].size
-    none = jnp.zeros_like(groups[2])
-    start = (jnp.zeros_like(r, shape=(len(none), x.shape[1], width)), none, none)
+    no_sums = jnp.zeros_like(groups[2])
+    start = (jnp.zeros_like(r, shape=(len(no_sums), x.shape[1], width)), no_sums, no_sums)
     tiles = _blocks((x, r, d_total), _rows_of_products(groups, len(x)))
     (on_x, d_on_r, d_out), (d_x, d_r) = jax.lax.scan(by_tile, start, tiles)
     hidden, units = out.shape
-    on_x = on_x.reshape(len(none), x.shape[1], -1, units).swapaxes(1, 2)
+    on_x = on_x.reshape(len(no_sums), x.shape[1], -1, units).swapaxes(1, 2)
     d_first, d_on_r, d_out = (a.reshape(-1, *a.shape[2:])[:hidden] for a in (on_x, d_on_r, d_out))
     d_x, d_r = (a.reshape(-1, a.shape[-1])[: len(x)] for a in (d_x, d_r))
     d_first = (out[:, None] * d_first).astype(first.dtype)
@@ -307,7 +309,7 @@ def _row_sums(sums: Any, rows: tuple[jax.Array, ...], on_r: jax.Array) -> Any:
 
 
 def _forward_by_products(*inputs: jax.Array) -> tuple[jax.Array, Any]:
-    return kept(_total_by_products(*inputs)), inputs
+    return mark_residuals(_total_by_products(*inputs)), inputs
 
 
 _total_by_products.defvjp(_forward_by_products, _backward_by_products)

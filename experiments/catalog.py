@@ -18,9 +18,9 @@ def _experiments() -> Iterator[Experiment]:
     for path in sorted(Path(__file__).parent.glob("*/settings.py")):
         module = importlib.import_module(f"experiments.{path.parent.name}.settings")
         yield from (
-            one
-            for one in vars(module).values()
-            if isinstance(one, Experiment) and one.name == path.parent.name
+            value
+            for value in vars(module).values()
+            if isinstance(value, Experiment) and value.name == path.parent.name
         )
 
 
@@ -37,23 +37,23 @@ def page() -> str:
         "`python -m experiments.catalog`. A protocol's values stand with their sources in "
         "`experiments/NAME/settings.py`, and `--describe` shows those of one run.",
     ]
-    shared = set.intersection(*(set(one.declarations()) for one in EXPERIMENTS))
+    shared_names = set.intersection(*(set(experiment.declarations()) for experiment in EXPERIMENTS))
     first = EXPERIMENTS[0]
     lines += ["", "## Of every experiment", "", "| flag | meaning | allowed |", "|---|---|---|"]
-    for name, one in first.declarations().items():
-        if name in shared:
-            lines.append(f"| `--{one.flag}` | {one.meaning} | {one.usual} |")
+    for name, setting in first.declarations().items():
+        if name in shared_names:
+            lines.append(f"| `--{setting.flag}` | {setting.meaning} | {setting.usual} |")
     for experiment in EXPERIMENTS:
         lines += ["", f"## {experiment.name}", "", "| flag | meaning | allowed |", "|---|---|---|"]
         declarations = experiment.declarations()
-        for name, one in declarations.items():
-            if name not in shared:
-                lines.append(f"| `--{one.flag}` | {one.meaning} | {one.usual} |")
+        for name, setting in declarations.items():
+            if name not in shared_names:
+                lines.append(f"| `--{setting.flag}` | {setting.meaning} | {setting.usual} |")
         lines += ["", "Defaults that differ between protocols:", ""]
-        for one in declarations.values():
-            text = defaults_text(experiment, one)
+        for setting in declarations.values():
+            text = defaults_text(experiment, setting)
             if "(" in text:
-                lines.append(f"- `--{one.flag}`: {text}")
+                lines.append(f"- `--{setting.flag}`: {text}")
     return "\n".join(lines) + "\n"
 
 

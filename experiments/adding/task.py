@@ -33,9 +33,9 @@ def lay_out(numbers: jax.Array, first: jax.Array, second: jax.Array) -> Batch:
       Inputs ``[T, B, 2]`` and targets ``[1, B]``.
     """
     step = jnp.arange(len(numbers))[:, None]
-    marked = (step == first[None]) | (step == second[None])
-    inputs = jnp.stack([numbers, marked.astype(numbers.dtype)], axis=-1)
-    return Batch(inputs, jnp.where(marked, numbers, 0).sum(axis=0, keepdims=True))
+    marks = (step == first[None]) | (step == second[None])
+    inputs = jnp.stack([numbers, marks.astype(numbers.dtype)], axis=-1)
+    return Batch(inputs, jnp.where(marks, numbers, 0).sum(axis=0, keepdims=True))
 
 
 class Raw(nn.Module):
@@ -81,10 +81,10 @@ class AddingTask(AddingSettings, SupervisedTask):
         return {"loss": error, "mse": error}
 
     def _draw(self, key: jax.Array, size: int) -> Batch:
-        numbers, first, second = jax.random.split(key, 3)
+        number_key, first_key, second_key = jax.random.split(key, 3)
         half = self.length // 2
         return lay_out(
-            jax.random.uniform(numbers, (self.length, size), jnp.float32),
-            jax.random.randint(first, (size,), 0, half),
-            jax.random.randint(second, (size,), half, self.length),
+            jax.random.uniform(number_key, (self.length, size), jnp.float32),
+            jax.random.randint(first_key, (size,), 0, half),
+            jax.random.randint(second_key, (size,), half, self.length),
         )

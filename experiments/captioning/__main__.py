@@ -40,12 +40,10 @@ def begin(flag_values: dict[str, Any]) -> None:
         return
     finished = runs.finished(workdir, [CAPTIONING])
     metrics = finished.summary["metrics"]
-    others = [metric.name for metric in finished.config.task.metrics[1:]]
+    names = [metric.name for metric in finished.config.task.metrics[1:]]
     for lane, (seed, rate) in enumerate(finished.config.training.lanes):
         if not finished.diverged[lane]:
-            scores = (
-                f"{name} {number(metrics[name]['per_run'][lane]['value'])}" for name in others
-            )
+            scores = (f"{name} {number(metrics[name]['per_run'][lane]['value'])}" for name in names)
             say(f"test {', '.join(scores)} (seed {seed}, learning rate {rate:g})")
     if count:
         with tolerated(workdir / "figures", say):

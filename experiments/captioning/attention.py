@@ -36,10 +36,10 @@ class Attending(NamedTuple):
 def field_of_state(state: Any, field: Field) -> jax.Array:
     """A field of a state by name or number, ``[N, F]``; the state itself, where that is one array,
     and a memory's slots in a row."""
-    chosen = state
+    array = state
     if isinstance(state, tuple):
-        chosen = getattr(state, field) if isinstance(field, str) else state[field or 0]
-    return chosen if chosen.ndim == 2 else chosen.reshape(len(chosen), -1)
+        array = getattr(state, field) if isinstance(field, str) else state[field or 0]
+    return array if array.ndim == 2 else array.reshape(len(array), -1)
 
 
 class AttendingCell(Cell):
@@ -87,15 +87,15 @@ class AttendingCell(Cell):
         regions = params["regions"]
         looks = weights.astype(regions.dtype).reshape(len(regions), -1, self.regions)
         context = looks @ regions  # Eq. (13): the expected region
-        flat = context.reshape(-1, context.shape[-1])
-        x = jnp.concatenate([z_t, flat.astype(z_t.dtype)], axis=-1)
+        flat_context = context.reshape(-1, context.shape[-1])
+        x = jnp.concatenate([z_t, flat_context.astype(z_t.dtype)], axis=-1)
         return self.cell.project(params["cell"], x)
 
     @nn.nowrap
     def emit(self, params: Mapping[str, Any], carry: Attending, z: jax.Array) -> Any:
         """``(y, weights)``."""
-        inner = self._read(params, carry.weights, z)  # of most cells the dtype alone is used
-        return self.cell.emit(params["cell"], carry.state, inner), carry.weights
+        projection = self._read(params, carry.weights, z)  # of most cells the dtype alone is used
+        return self.cell.emit(params["cell"], carry.state, projection), carry.weights
 
 
 @struct.dataclass

@@ -69,39 +69,50 @@ def beam_search(
     Returns:
       int32 ``[N, T]``, ``end`` from the end of each sentence on; scores ``[N]``.
     """
-    none = jnp.float32(-jnp.inf)
+    minus_infinity = jnp.float32(-jnp.inf)
 
     def step(state: Any, t: jax.Array) -> tuple[Any, None]:
-        carry, last, totals, begun, best, best_score = state
-        carry, log_p = follow(carry, last.reshape(-1))
+        carry, last_words, totals, beginnings, best_sentences, best_scores = state
+        carry, log_p = follow(carry, last_words.reshape(-1))
         words = log_p.shape[-1]
         totals = totals[..., None] + log_p.reshape(rows, width, words)  # [N, K, V]
         scale = (t + 1).astype(jnp.float32) ** jnp.float32(length_power)
 
         # Sentences that end here, and in the last step all others.
         is_end = (jnp.arange(words) == end)[None, None]
-        ended = jnp.where(is_end | (t == steps - 1), totals, none).reshape(rows, -1) / scale
-        at = jnp.argmax(ended, axis=-1)
-        score = jnp.take_along_axis(ended, at[:, None], axis=-1)[:, 0]
-        sentence = jnp.take_along_axis(begun, (at // words)[:, None, None], axis=1)[:, 0]
-        sentence = sentence.at[:, t].set((at % words).astype(jnp.int32))
-        better = score > best_score
-        best = jnp.where(better[:, None], sentence, best)
-        best_score = jnp.where(better, score, best_score)
+        end_scores = (
+            jnp.where(is_end | (t == steps - 1), totals, minus_infinity).reshape(rows, -1) / scale
+        )
+        places = jnp.argmax(end_scores, axis=-1)
+        scores = jnp.take_along_axis(end_scores, places[:, None], axis=-1)[:, 0]
+        sentences = jnp.take_along_axis(beginnings, (places // words)[:, None, None], axis=1)[:, 0]
+        sentences = sentences.at[:, t].set((places % words).astype(jnp.int32))
+        better = scores > best_scores
+        best_sentences = jnp.where(better[:, None], sentences, best_sentences)
+        best_scores = jnp.where(better, scores, best_scores)
 
         # The beginnings that go on.
-        open_ = jnp.where(is_end, none, totals).reshape(rows, -1)
-        totals, at = jax.lax.top_k(open_, width)  # [N, K]
-        parents, last = at // words, (at % words).astype(jnp.int32)
-        begun = jnp.take_along_axis(begun, parents[..., None], axis=1).at[:, :, t].set(last)
-        chosen = (jnp.arange(rows, dtype=parents.dtype)[:, None] * width + parents).reshape(-1)
-        carry = jax.tree.map(lambda leaf: leaf[chosen], carry)
-        return (carry, last, totals, begun, best, best_score), None
+        open_totals = jnp.where(is_end, minus_infinity, totals).reshape(rows, -1)
+        totals, places = jax.lax.top_k(open_totals, width)  # [N, K]
+        parents, last_words = places // words, (places % words).astype(jnp.int32)
+        beginnings = (
+            jnp.take_along_axis(beginnings, parents[..., None], axis=1).at[:, :, t].set(last_words)
+        )
+        parent_rows = (jnp.arange(rows, dtype=parents.dtype)[:, None] * width + parents).reshape(-1)
+        carry = jax.tree.map(lambda leaf: leaf[parent_rows], carry)
+        return (carry, last_words, totals, beginnings, best_sentences, best_scores), None
 
     # All K beginnings of a row are one and the same: only the first counts.
-    totals = jnp.full((rows, width), none).at[:, 0].set(0)
-    first = jnp.full((rows, width), end, jnp.int32)
-    begun = jnp.full((rows, width, steps), end, jnp.int32)
-    start = (carry, first, totals, begun, begun[:, 0], jnp.full(rows, none))
+    totals = jnp.full((rows, width), minus_infinity).at[:, 0].set(0)
+    first_words = jnp.full((rows, width), end, jnp.int32)
+    beginnings = jnp.full((rows, width, steps), end, jnp.int32)
+    start = (
+        carry,
+        first_words,
+        totals,
+        beginnings,
+        beginnings[:, 0],
+        jnp.full(rows, minus_infinity),
+    )
     state, _ = jax.lax.scan(step, start, jnp.arange(steps, dtype=jnp.int32))
     return state[4], state[5]

@@ -77,38 +77,38 @@ class Cache:
         _array_record()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            for waits in (False, True):  # then for what others are making
+            for blocking in (False, True):  # then for what others are making
                 for shard in self.missing():
-                    self._fill(shard, make, say, waits)
+                    self._fill(shard, make, say, blocking)
         except OSError as error:
             raise StorageError(
                 f"features cannot be kept in {self.path}: {error.strerror or error}."
             ) from None
 
-    def _fill(self, shard: int, make: Make, say: Callable[[str], None], waits: bool) -> None:
-        with _lock(self.path / f"{shard:05d}.lock", waits) as locked:
+    def _fill(self, shard: int, make: Make, say: Callable[[str], None], blocking: bool) -> None:
+        with _lock(self.path / f"{shard:05d}.lock", blocking) as locked:
             file = self._files[shard]
             if not locked or file.is_file():
                 return
             first = shard * self._shard
             numbers = range(first, min(first + self._shard, self.count))
             pooled, regions = make(numbers)
-            parts = [pooled.reshape(len(numbers), -1)]
+            columns = [pooled.reshape(len(numbers), -1)]
             if self._regions:
                 assert regions is not None
-                parts.append(regions.reshape(len(numbers), -1))
-            self._write(file, np.concatenate(parts, axis=1).astype(_DTYPE))
+                columns.append(regions.reshape(len(numbers), -1))
+            self._write(file, np.concatenate(columns, axis=1).astype(_DTYPE))
             say(f"features: {len(self._files) - len(self.missing())} of {len(self._files)} files")
 
     def _write(self, file: Path, rows: np.ndarray) -> None:
-        temporary = file.with_suffix(".part")
-        writer = _array_record().ArrayRecordWriter(str(temporary), "group_size:1")
+        temporary_path = file.with_suffix(".part")
+        writer = _array_record().ArrayRecordWriter(str(temporary_path), "group_size:1")
         for row in rows:
             writer.write(row.tobytes())
         writer.close()
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        temporary.rename(file)
+        with temporary_path.open("rb") as handle:
+            os.fsync(handle.fileno())
+        temporary_path.rename(file)
 
     def read(self, numbers: Sequence[int]) -> dict[str, np.ndarray]:
         """``{"pooled": [n, D]}``, and ``"regions": [n, L, D]`` if they are kept; float16.
@@ -130,16 +130,16 @@ class Cache:
                 f"the features in {self.path} are damaged ({reason}); remove that directory, and "
                 "they are made again."
             ) from None
-        of = {"pooled": rows[:, 0]}
-        return of | ({"regions": rows[:, 1:]} if self._regions else {})
+        features = {"pooled": rows[:, 0]}
+        return features | ({"regions": rows[:, 1:]} if self._regions else {})
 
 
 @contextlib.contextmanager
-def _lock(path: Path, waits: bool) -> Iterator[bool]:
+def _lock(path: Path, blocking: bool) -> Iterator[bool]:
     """Whether this process has a lock, while it has it."""
     with path.open("a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if blocking else fcntl.LOCK_NB))
         except BlockingIOError:
             yield False
             return

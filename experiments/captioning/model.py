@@ -23,7 +23,7 @@ from experiments.captioning.attention import (
 )
 from experiments.machine.mesh import Rows
 from experiments.training.models import EVALUATION, Pass, TokenEncoder, recurred, wide
-from recurrent_gates import RNN, Cell, Stack, unroll
+from recurrent_gates import RNN, Cell, SLSTMState, Stack, unroll
 from recurrent_gates.initializers import torch_linear_kernel
 
 END = 0  # the word that ends a caption, stands before it and fills what is left of its row
@@ -70,8 +70,10 @@ class HalvingConvolution(nn.Module):
         x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
         x = x.reshape(count, height // 2 + 1, 2, width // 2 + 1, 2, channels)
         x = x.swapaxes(2, 3).reshape(count, height // 2 + 1, width // 2 + 1, 4 * channels)
-        tops = jnp.concatenate([x[:, :-1], x[:, 1:]], axis=-1)
-        return nn.Dense(self.features)(jnp.concatenate([tops[:, :, :-1], tops[:, :, 1:]], axis=-1))
+        row_pairs = jnp.concatenate([x[:, :-1], x[:, 1:]], axis=-1)
+        return nn.Dense(self.features)(
+            jnp.concatenate([row_pairs[:, :, :-1], row_pairs[:, :, 1:]], axis=-1)
+        )
 
 
 class SmallEncoder(nn.Module):
@@ -148,12 +150,12 @@ class Captioner(nn.Module):
     def setup(self) -> None:
         self.head = nn.Dense(self.vocabulary, kernel_init=small_uniform)
         if self.looking is None:
-            self.begin: nn.Dense | None = nn.Dense(self.words.width)
+            self.begin: nn.Dense | None = nn.Dense(self.words.features)
             return
         field, units = self.looking.field, self.looking.units
         state = jax.eval_shape(lambda: self._cell.initial((1,)))
         query = jax.eval_shape(lambda: field_of_state(self._cell.initial((1,)), field))
-        widths = [leaf.shape[-1] for leaf in jax.tree.leaves(_from_picture(state))]
+        widths = [leaf.shape[-1] for leaf in jax.tree.leaves(_picture_state(state))]
         self.begin = nn.Dense(max(widths)) if widths else None
         self.key = nn.Dense(units)
         self.query = self.param("query", torch_linear_kernel, (query.shape[-1], units))
@@ -172,28 +174,28 @@ class Captioner(nn.Module):
           captions: int32 ``[B, R, T]``, ``END`` from their ends on.
           during: what acts on the model in this pass.
         """
-        count, each, steps = captions.shape
-        before = captions.reshape(-1, steps).T[:-1]  # [T - 1, N]
-        valid = jnp.pad(before != END, ((1, 0), (0, 0)), constant_values=True)
-        inputs = self.words(jnp.pad(before, ((1, 0), (0, 0)), constant_values=END))
-        memory, first, carry = self._begin(self.see(pictures), each)
-        during = _of_captions(during, each)
+        count, caption_count, steps = captions.shape
+        previous_words = captions.reshape(-1, steps).T[:-1]  # [T - 1, N]
+        valid = jnp.pad(previous_words != END, ((1, 0), (0, 0)), constant_values=True)
+        inputs = self.words(jnp.pad(previous_words, ((1, 0), (0, 0)), constant_values=END))
+        memory, first, carry = self._begin(self.see(pictures), caption_count)
+        during = _caption_pass(during, caption_count)
         if first is not None:
             inputs = jnp.concatenate([first[None], inputs])
             valid = jnp.pad(valid, ((1, 0), (0, 0)), constant_values=True)
         _, ys, weights = self._unroll(memory, inputs, carry, during, valid)
-        ys = self._dropped(ys[len(ys) - steps :], during)
+        ys = self._dropout(ys[len(ys) - steps :], during)
         log_p = jax.nn.log_softmax(wide(self.head(ys)))
 
         def by_picture(x: jax.Array) -> jax.Array:
-            return jnp.swapaxes(x, 0, 1).reshape(count, each, steps, -1)
+            return jnp.swapaxes(x, 0, 1).reshape(count, caption_count, steps, -1)
 
         return Said(by_picture(log_p), None if weights is None else by_picture(weights))
 
     def see(self, pictures: Any) -> Seen:
         """What the encoder makes of pictures; zeros for a blind decoder."""
-        seen = self.vision(pictures)
-        return jax.tree.map(jnp.zeros_like, seen) if self.blind else seen
+        features = self.vision(pictures)
+        return jax.tree.map(jnp.zeros_like, features) if self.blind else features
 
     def start(
         self, pictures: Any, each: int, *, during: Pass = EVALUATION
@@ -211,22 +213,27 @@ class Captioner(nn.Module):
         carry, ys, _ = self._unroll(memory, self.words(words[None]), carry, during, None)
         return carry, jax.nn.log_softmax(wide(self.head(ys[0])))
 
-    def _begin(self, seen: Seen, each: int) -> tuple[Memory | None, jax.Array | None, Any]:
+    def _begin(
+        self, features: Seen, caption_count: int
+    ) -> tuple[Memory | None, jax.Array | None, Any]:
         """The memory, the input before the words or None, the carry or None."""
-        mapped = None
+        projection = None
         if self.begin is not None:
-            mapped = jnp.repeat(self.begin(seen.pooled), each, axis=0)
+            projection = jnp.repeat(self.begin(features.pooled), caption_count, axis=0)
         if self.looking is None:
-            return None, mapped, None
-        carry = self._attending(seen.regions).initial((each * len(seen.pooled),))
+            return None, projection, None
+        carry = self._attending(features.regions).initial((caption_count * len(features.pooled),))
         state = carry.state
-        if mapped is not None:
-            begun = jax.tree.map(
-                lambda leaf: mapped[:, : leaf.shape[-1]].astype(leaf.dtype), _from_picture(state)
+        if projection is not None:
+            replacement = jax.tree.map(
+                lambda leaf: projection[:, : leaf.shape[-1]].astype(leaf.dtype),
+                _picture_state(state),
             )
-            state = state._replace(**begun) if isinstance(begun, dict) else begun
+            state = state._replace(**replacement) if isinstance(replacement, dict) else replacement
+        if isinstance(state, SLSTMState):  # the picture has a weight of 1
+            state = state._replace(n=jnp.ones_like(state.n), m=jnp.zeros_like(state.m))
         carry = carry._replace(state=state, query=field_of_state(state, self.looking.field))
-        return Memory(seen.regions, self.key(seen.regions)), None, carry
+        return Memory(features.regions, self.key(features.regions)), None, carry
 
     def _attending(self, regions: jax.Array) -> AttendingCell:
         assert self.looking is not None
@@ -267,14 +274,14 @@ class Captioner(nn.Module):
         )
         return carry, ys, weights
 
-    def _dropped(self, ys: jax.Array, during: Pass) -> jax.Array:
+    def _dropout(self, ys: jax.Array, during: Pass) -> jax.Array:
         """What the layer emits ``[T, N, F]``, some of it dropped in training."""
         if not self.output_dropout or during.noise_key is None:
             return ys
-        kept, rows = 1 - self.output_dropout, during.rows
+        keep_prob, rows = 1 - self.output_dropout, during.rows
         key = jax.random.fold_in(during.noise_key, _OUTPUTS)
-        drawn = jax.random.bernoulli(key, kept, (len(ys), rows.total, ys.shape[-1]))
-        return ys * rows.of(drawn.astype(ys.dtype) / jnp.asarray(kept, ys.dtype), 1)
+        mask = jax.random.bernoulli(key, keep_prob, (len(ys), rows.total, ys.shape[-1]))
+        return ys * rows.of(mask.astype(ys.dtype) / jnp.asarray(keep_prob, ys.dtype), 1)
 
 
 def small_uniform(key: jax.Array, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
@@ -282,17 +289,18 @@ def small_uniform(key: jax.Array, shape: Any, dtype: Any = jnp.float32) -> jax.A
     return jax.random.uniform(key, shape, dtype, -0.1, 0.1)
 
 
-def _of_captions(during: Pass, each: int) -> Pass:
+def _caption_pass(during: Pass, caption_count: int) -> Pass:
     """A pass over pictures as one over their captions, for what is drawn by row."""
     first, count, total = (
-        getattr(during.rows, name) * each for name in ("first", "count", "total")
+        getattr(during.rows, name) * caption_count for name in ("first", "count", "total")
     )
     return dataclasses.replace(during, rows=Rows(first, count, total))
 
 
-def _from_picture(state: Any) -> Any:
-    """What of a cell's state a picture gives: all of it, or where there is a memory the
-    controller's c and h by name."""
-    if all(leaf.ndim == 2 for leaf in jax.tree.leaves(state)):
+def _picture_state(state: Any) -> Any:
+    """What of a cell's state a picture gives: all of it, or of an sLSTM, and where there is a
+    memory, c and h by name."""
+    vectors = all(leaf.ndim == 2 for leaf in jax.tree.leaves(state))
+    if vectors and not isinstance(state, SLSTMState):
         return state
     return {name: getattr(state, name) for name in ("c", "h") if name in state._fields}

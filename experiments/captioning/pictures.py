@@ -50,7 +50,7 @@ class Corpus(NamedTuple):
 
     parts: captions.Captions
     words: list[str]
-    numbered: dict[str, list[np.ndarray]]
+    caption_numbers: dict[str, list[np.ndarray]]
 
 
 @functools.lru_cache(maxsize=2)
@@ -61,11 +61,11 @@ def corpus(
     parts = captions.read(dataset, data_dir, restval)
     words = captions.vocabulary(parts.train, min_count)
     numbers = {word: number for number, word in enumerate(words)}
-    numbered = {
-        name: [captions.numbered(one, numbers, length) for one in of]
-        for name, of in parts._asdict().items()
+    caption_numbers = {
+        name: [captions.numbered(picture, numbers, length) for picture in pictures]
+        for name, pictures in parts._asdict().items()
     }
-    return Corpus(parts, words, numbered)
+    return Corpus(parts, words, caption_numbers)
 
 
 def regions_of(size: int) -> int:
@@ -93,15 +93,21 @@ class PictureFiles:
     batch_size: int = 0
 
     def __post_init__(self) -> None:
-        of = self.settings
-        self._corpus = corpus(of.dataset, of.data_dir, of.restval, of.min_count, of.length)
-        self._all = [one for part in self._corpus.parts for one in part]
+        settings = self.settings
+        self._corpus = corpus(
+            settings.dataset,
+            settings.data_dir,
+            settings.restval,
+            settings.min_count,
+            settings.length,
+        )
+        self._pictures = [picture for part in self._corpus.parts for picture in part]
         parts = self._corpus.parts
         sizes = np.cumsum([0, len(parts.train), len(parts.validation)])
         self._first = dict(zip(parts._fields, sizes.tolist(), strict=True))
         self._threads = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="pictures")
         self._order: dict[tuple[int, int], np.ndarray] = {}
-        self._cache = None if of.train_encoder else self._made_features()
+        self._cache = None if settings.train_encoder else self._feature_cache()
 
     def batched(self, batch_size: int) -> PictureFiles:
         """The windows of batches of so many pictures.
@@ -123,32 +129,36 @@ class PictureFiles:
         per_epoch = count // self.batch_size
         order = self._order_of(seed, step // per_epoch)
         numbers = order[step % per_epoch * self.batch_size + rows]
-        chosen = [
-            self._chosen(self._corpus.numbered["train"][number], (seed, step, int(row)))
+        caption_rows = [
+            self._caption_sample(
+                self._corpus.caption_numbers["train"][number], (seed, step, int(row))
+            )
             for number, row in zip(numbers, rows, strict=True)
         ]
-        return self._window(numbers, chosen, np.ones(len(rows), bool), numbers)
+        return self._window(numbers, caption_rows, np.ones(len(rows), bool), numbers)
 
     def read_held_out(self, name: str, index: int, rows: np.ndarray) -> Window:
         """The same of a held-out set, in its order, with the first captions of each."""
-        numbered, first = self._corpus.numbered[name], self._first[name]
-        start, size = held_out_first(index, len(numbered))
+        picture_rows, first = self._corpus.caption_numbers[name], self._first[name]
+        start, size = held_out_first(index, len(picture_rows))
         numbers = start + rows
-        each = np.arange(self.settings.captions)
-        chosen = [numbered[number][each % len(numbered[number])] for number in numbers]
+        places = np.arange(self.settings.captions)
+        caption_rows = [
+            picture_rows[number][places % len(picture_rows[number])] for number in numbers
+        ]
         counts = numbers >= index * size
         return self._window(
-            first + numbers, chosen, counts, first - self._first["validation"] + numbers
+            first + numbers, caption_rows, counts, first - self._first["validation"] + numbers
         )
 
     def _window(
-        self, places: Any, chosen: list[np.ndarray], counts: np.ndarray, numbers: np.ndarray
+        self, places: Any, caption_rows: list[np.ndarray], counts: np.ndarray, numbers: np.ndarray
     ) -> Window:
         if self._cache is not None:
             pictures: Any = self._cache.read(places)
         else:
             pictures = self.pixels(places)
-        return Window(pictures, np.stack(chosen), numbers.astype(np.int32), counts)
+        return Window(pictures, np.stack(caption_rows), numbers.astype(np.int32), counts)
 
     def pixels(self, places: Sequence[int]) -> np.ndarray:
         """Pictures by their place in all parts together, uint8 ``[n, size, size, 3]``.
@@ -157,33 +167,40 @@ class PictureFiles:
           UserError: if one is damaged.
         """
         size = self.settings.image_size
-        read = [self._threads.submit(captions.pixels, self._all[place], size) for place in places]
-        return np.stack([one.result() for one in read])
+        futures = [
+            self._threads.submit(captions.pixels, self._pictures[place], size) for place in places
+        ]
+        return np.stack([future.result() for future in futures])
 
     def _order_of(self, seed: int, epoch: int) -> np.ndarray:
         if (seed, epoch) not in self._order:
-            self._order = {key: of for key, of in self._order.items() if key[1] >= epoch - 1}
+            self._order = {key: order for key, order in self._order.items() if key[1] >= epoch - 1}
             count = len(self._corpus.parts.train)
             self._order[seed, epoch] = np.random.default_rng((seed, epoch)).permutation(count)
         return self._order[seed, epoch]
 
-    def _chosen(self, rows: np.ndarray, key: tuple[int, int, int]) -> np.ndarray:
+    def _caption_sample(self, rows: np.ndarray, key: tuple[int, int, int]) -> np.ndarray:
         """Some captions of a picture ``[R, T]``; where it has too few, some come twice."""
-        each = self.settings.captions
-        return rows[np.random.default_rng(key).choice(len(rows), each, replace=len(rows) < each)]
+        count = self.settings.captions
+        return rows[np.random.default_rng(key).choice(len(rows), count, replace=len(rows) < count)]
 
-    def _made_features(self) -> features.Cache:
+    def _feature_cache(self) -> features.Cache:
         """The features of all pictures, made where they are missing."""
-        of = self.settings
-        assert of.weights is not None
-        keeps_regions = of.captioner == "show_attend_tell"
-        regions = regions_of(of.image_size) if keeps_regions else 0
+        settings = self.settings
+        assert settings.weights is not None
+        keeps_regions = settings.captioner == "show_attend_tell"
+        regions = regions_of(settings.image_size) if keeps_regions else 0
         path = features.directory(
-            _digest_of_file(of.weights), self._digest(), str(of.image_size), str(regions)
+            digest_of_file(settings.weights),
+            self._digest(),
+            str(settings.image_size),
+            str(regions),
         )
-        cache = features.Cache(path, len(self._all), regions, resnet.FEATURES)
+        cache = features.Cache(path, len(self._pictures), regions, resnet.FEATURES)
         if cache.missing():
-            params = resnet.read_weights(of.weights, resnet.parameter_shapes(of.image_size))
+            params = resnet.read_weights(
+                settings.weights, resnet.parameter_shapes(settings.image_size)
+            )
             cache.fill(functools.partial(self._make, _encoder(), params), say)
         return cache
 
@@ -193,20 +210,20 @@ class PictureFiles:
         pooled, regions = [], []
         for start in range(0, len(numbers), _TOGETHER):
             places = list(numbers[start : start + _TOGETHER])
-            full = places + places[-1:] * (_TOGETHER - len(places))  # one compilation
-            seen = jax.device_get(encode(params, self.pixels(full)))
-            pooled.append(seen.pooled[: len(places)])
-            regions.append(seen.regions[: len(places)])
+            padded_places = places + places[-1:] * (_TOGETHER - len(places))  # one compilation
+            batch = jax.device_get(encode(params, self.pixels(padded_places)))
+            pooled.append(batch.pooled[: len(places)])
+            regions.append(batch.regions[: len(places)])
         return np.concatenate(pooled), np.concatenate(regions)
 
     def _digest(self) -> str:
         """Of the pictures: another file of the same name is another picture."""
         digest = hashlib.sha256()
-        for one in self._all:
-            line = str(one.source)
-            if isinstance(one.source, Path):
-                there = one.source.stat()
-                line = f"{one.source.name} {there.st_size} {there.st_mtime_ns}"
+        for picture in self._pictures:
+            line = str(picture.source)
+            if isinstance(picture.source, Path):
+                stat = picture.source.stat()
+                line = f"{picture.source.name} {stat.st_size} {stat.st_mtime_ns}"
             digest.update(f"{line}\n".encode())
         return digest.hexdigest()
 
@@ -216,7 +233,12 @@ def _encoder() -> Any:
     return jax.jit(lambda params, pictures: encoder.apply({"params": params}, pictures))
 
 
-def _digest_of_file(path: str) -> str:
+def digest_of_file(path: str) -> str:
+    """SHA-256 of a file of weights.
+
+    Raises:
+      UserError: if it cannot be read.
+    """
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -44,12 +44,12 @@ class _Convolution(nn.Module):
         shape = (self.features, x.shape[-1], self.size, self.size)
         he = nn.initializers.variance_scaling(2.0, "fan_out", "normal", in_axis=1, out_axis=0)
         weight = self.param("weight", he, shape)
-        around = self.size // 2
+        padding = self.size // 2
         return jax.lax.conv_general_dilated(
             x,
             weight.astype(x.dtype),
             (self.stride, self.stride),
-            ((around, around),) * 2,
+            ((padding, padding),) * 2,
             dimension_numbers=("NHWC", "OIHW", "NHWC"),
         )
 
@@ -59,12 +59,12 @@ class _Normalization(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        width = (x.shape[-1],)
+        shape = (x.shape[-1],)
         ones, zeros = nn.initializers.ones, nn.initializers.zeros
-        mean = jax.lax.stop_gradient(self.param("running_mean", zeros, width))
-        variance = jax.lax.stop_gradient(self.param("running_var", ones, width))
-        scale = self.param("weight", ones, width) * jax.lax.rsqrt(variance + _EPSILON)
-        shift = self.param("bias", zeros, width) - mean * scale
+        mean = jax.lax.stop_gradient(self.param("running_mean", zeros, shape))
+        variance = jax.lax.stop_gradient(self.param("running_var", ones, shape))
+        scale = self.param("weight", ones, shape) * jax.lax.rsqrt(variance + _EPSILON)
+        shift = self.param("bias", zeros, shape) - mean * scale
         return x * scale.reshape(1, 1, 1, -1) + shift.reshape(1, 1, 1, -1)
 
 
@@ -79,7 +79,7 @@ class ResNet(nn.Module):
 
     @nn.compact
     def __call__(self, pictures: jax.Array) -> Seen:
-        mean, deviation = (jnp.asarray(of, jnp.float32) for of in (_MEAN, _DEVIATION))
+        mean, deviation = (jnp.asarray(values, jnp.float32) for values in (_MEAN, _DEVIATION))
         x = (pictures.astype(jnp.float32) / 255 - mean.reshape(1, 1, 1, 3)) / deviation.reshape(
             1, 1, 1, 3
         )
@@ -140,9 +140,9 @@ def read_weights(path: str | Path, shapes: Any) -> dict[str, dict[str, np.ndarra
         for leaf, shape in leaves.items():
             name = f"{module.replace(' ', '.')}.{leaf}"
             if name not in weights or weights[name].shape != shape.shape:
-                there = f"in the shape {weights[name].shape}" if name in weights else "missing"
+                condition = f"in the shape {weights[name].shape}" if name in weights else "missing"
                 raise UserError(
-                    f"--weights={path} is not of ResNet-152: {name} {shape.shape} is {there}."
+                    f"--weights={path} is not of ResNet-152: {name} {shape.shape} is {condition}."
                 )
             params[module][leaf] = weights[name].astype(np.float32)
     return params

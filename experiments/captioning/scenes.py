@@ -110,11 +110,11 @@ def draw(key: jax.Array, groups: int, part: str | None) -> Scenes:
       groups: G, 2 to 8.
       part: one of ``HELD_OUT``; None: the training part.
     """
-    of_groups, of_picture, of_captions = jax.random.split(key, 3)
-    scene = draw_groups(of_groups, groups, part)
-    chosen = jax.random.permutation(of_captions, _STYLES)[:REFERENCES]
-    captions = jax.vmap(functools.partial(caption, scene))(chosen)
-    return Scenes(_picture(of_picture, scene, pixels(groups)), captions)
+    group_key, picture_key, caption_key = jax.random.split(key, 3)
+    scene = draw_groups(group_key, groups, part)
+    styles = jax.random.permutation(caption_key, _STYLES)[:REFERENCES]
+    captions = jax.vmap(functools.partial(caption, scene))(styles)
+    return Scenes(_picture(picture_key, scene, pixels(groups)), captions)
 
 
 def true_captions(key: jax.Array, groups: int, part: str | None) -> jax.Array:
@@ -133,15 +133,15 @@ def draw_groups(key: jax.Array, count: int, part: str | None) -> Groups:
     cells = ring[(first + step * jnp.arange(count, dtype=jnp.int32)) % len(ring)]
     down, right = jnp.sign(jnp.diff(cells, axis=0)).T
     relations = jnp.where(down == 0, jnp.where(right > 0, 0, 1), jnp.where(down > 0, 2, 3))
-    to_next = jnp.append(relations, relations[-1] ^ 1)  # the last group has the one before it
-    to_last = jnp.append(relations[:1], relations ^ 1)  # and the first one has the next
+    next_links = jnp.append(relations, relations[-1] ^ 1)  # the last group has the one before it
+    previous_links = jnp.append(relations[:1], relations ^ 1)  # and the first one has the next
     combinations = jnp.asarray(_COMBINATIONS)
     if part is None:
-        allowed = (combinations[to_next] < 0) & (combinations[to_last] < 0)
+        allowed = (combinations[next_links] < 0) & (combinations[previous_links] < 0)
     else:
-        allowed = combinations[to_next] == HELD_OUT.index(part)
-    uniform = jnp.where(allowed, 0.0, -jnp.inf)  # [G, colours * shapes]
-    pairs = jax.random.categorical(next(keys), uniform).astype(jnp.int32)
+        allowed = combinations[next_links] == HELD_OUT.index(part)
+    logits = jnp.where(allowed, 0.0, -jnp.inf)  # [G, colours * shapes]
+    pairs = jax.random.categorical(next(keys), logits).astype(jnp.int32)
     colours, shapes = pairs // len(SHAPES), pairs % len(SHAPES)
     counts = jax.random.randint(next(keys), (count,), 0, len(NUMBERS))
     return Groups(cells, counts, colours, shapes, relations.astype(jnp.int32))
@@ -155,9 +155,9 @@ def _combinations() -> np.ndarray:
     parts = np.full((len(_RELATIONS), len(COLOURS) * len(SHAPES)), -1, np.int32)
     pairs = iter(np.random.RandomState(0).permutation(parts.shape[1]))
     for part in range(len(HELD_OUT)):
-        for of_relation in parts:
+        for row in parts:
             for _ in range(_OF_EACH_RELATION):
-                of_relation[next(pairs)] = part
+                row[next(pairs)] = part
     return parts
 
 
@@ -176,24 +176,24 @@ def _ring(side: int) -> list[tuple[int, int]]:
 
 def _picture(key: jax.Array, scene: Groups, side: int) -> jax.Array:
     """uint8 ``[S, S, 3]``: every shape has a place of its own, so each pixel knows whose it is."""
-    of_places, of_shift, of_noise, of_ground = jax.random.split(key, 4)
-    across = side // _SLOT
+    place_key, shift_key, noise_key, ground_key = jax.random.split(key, 4)
+    slot_count = side // _SLOT
     count = len(scene.shapes)
-    order = jax.vmap(lambda key: jax.random.permutation(key, 4))(jax.random.split(of_places, count))
+    order = jax.vmap(lambda key: jax.random.permutation(key, 4))(jax.random.split(place_key, count))
     row, column = 2 * scene.cells[:, :1] + order // 2, 2 * scene.cells[:, 1:] + order % 2
-    there = jnp.arange(4, dtype=jnp.int32)[None] <= scene.counts[:, None]
-    group = jnp.full((across, across), -1, jnp.int32)
+    presence = jnp.arange(4, dtype=jnp.int32)[None] <= scene.counts[:, None]
+    group = jnp.full((slot_count, slot_count), -1, jnp.int32)
     numbers = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32)[:, None], order.shape)
-    group = group.at[row, column].set(jnp.where(there, numbers, -1))
-    shift = jax.random.uniform(of_shift, (across, across, 2), minval=-0.5, maxval=0.5)
+    group = group.at[row, column].set(jnp.where(presence, numbers, -1))
+    shift = jax.random.uniform(shift_key, (slot_count, slot_count, 2), minval=-0.5, maxval=0.5)
 
-    at = jnp.arange(side, dtype=jnp.int32)
-    place = (at[:, None] // _SLOT, at[None] // _SLOT)
-    inside = (at % _SLOT).astype(jnp.float32) - (_SLOT - 1) / 2
-    dy = inside[:, None] - shift[..., 0][place]
-    dx = inside[None] - shift[..., 1][place]
-    of_pixel = group[place]
-    covered = jnp.stack(
+    coordinates = jnp.arange(side, dtype=jnp.int32)
+    place = (coordinates[:, None] // _SLOT, coordinates[None] // _SLOT)
+    offsets = (coordinates % _SLOT).astype(jnp.float32) - (_SLOT - 1) / 2
+    dy = offsets[:, None] - shift[..., 0][place]
+    dx = offsets[None] - shift[..., 1][place]
+    pixel_groups = group[place]
+    coverage = jnp.stack(
         [
             dx**2 + dy**2 <= 9.5,
             jnp.maximum(jnp.abs(dx), jnp.abs(dy)) <= 2.6,
@@ -202,12 +202,12 @@ def _picture(key: jax.Array, scene: Groups, side: int) -> jax.Array:
             & (jnp.maximum(jnp.abs(dx), jnp.abs(dy)) <= 3.2),
         ]
     )
-    covered = jnp.take_along_axis(covered, scene.shapes[of_pixel][None], axis=0)[0]
-    colour = jnp.asarray(_RGB, jnp.float32)[scene.colours[of_pixel]]
-    ground = jax.random.uniform(of_ground, (), minval=0.0, maxval=60.0)
-    drawn = jnp.where((covered & (of_pixel >= 0))[..., None], colour, ground)
-    drawn = drawn + 8 * jax.random.normal(of_noise, drawn.shape)
-    return jnp.clip(drawn, 0, 255).astype(jnp.uint8)
+    coverage = jnp.take_along_axis(coverage, scene.shapes[pixel_groups][None], axis=0)[0]
+    colour = jnp.asarray(_RGB, jnp.float32)[scene.colours[pixel_groups]]
+    ground = jax.random.uniform(ground_key, (), minval=0.0, maxval=60.0)
+    picture = jnp.where((coverage & (pixel_groups >= 0))[..., None], colour, ground)
+    picture = picture + 8 * jax.random.normal(noise_key, picture.shape)
+    return jnp.clip(picture, 0, 255).astype(jnp.uint8)
 
 
 def _numbers(texts: tuple[str, ...], width: int) -> np.ndarray:
@@ -239,7 +239,7 @@ def caption(scene: Groups, style: jax.Array) -> jax.Array:
         return jnp.where(backwards, backward, forward)
 
     counts, colours, shapes = (
-        along(of, of[::-1]) for of in (scene.counts, scene.colours, scene.shapes)
+        along(values, values[::-1]) for values in (scene.counts, scene.colours, scene.shapes)
     )
     relations = along(scene.relations, scene.relations[::-1] ^ 1)
     plural = (counts > 0).astype(jnp.int32)
@@ -253,12 +253,12 @@ def caption(scene: Groups, style: jax.Array) -> jax.Array:
     )
     phrase = jnp.asarray(_RELATION)[(wording == 2).astype(jnp.int32), relations]
     verbs = jnp.asarray(_VERB)[plural]
-    of_words = (wording == 2) * jnp.asarray(_SEEN)[plural[0]]
-    parts = [jnp.asarray(_BEGINNING)[wording], (wording == 1) * verbs[:1], nouns[0]]
-    parts += [(wording == 0) * verbs[:1], of_words, phrase[0], nouns[1]]
+    seen_phrase = (wording == 2) * jnp.asarray(_SEEN)[plural[0]]
+    pieces = [jnp.asarray(_BEGINNING)[wording], (wording == 1) * verbs[:1], nouns[0]]
+    pieces += [(wording == 0) * verbs[:1], seen_phrase, phrase[0], nouns[1]]
     for group in range(2, count):
-        parts += [jnp.array([_WHICH], jnp.int32), verbs[group - 1 : group]]
-        parts += [phrase[group - 1], nouns[group]]
-    words = jnp.concatenate(parts)
-    first_words = jnp.argsort(words == 0, stable=True)[: longest(count)]
-    return words[first_words]
+        pieces += [jnp.array([_WHICH], jnp.int32), verbs[group - 1 : group]]
+        pieces += [phrase[group - 1], nouns[group]]
+    words = jnp.concatenate(pieces)
+    places = jnp.argsort(words == 0, stable=True)[: longest(count)]
+    return words[places]

@@ -50,8 +50,11 @@ def bleu(captions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[s
         from sacrebleu import metrics
     except ImportError:
         raise UserError("BLEU needs sacrebleu: pip install sacrebleu.") from None
-    most = max(map(len, references))
-    streams: Any = [[of[at] if at < len(of) else None for of in references] for at in range(most)]
+    count = max(map(len, references))
+    streams: Any = [
+        [group[index] if index < len(group) else None for group in references]
+        for index in range(count)
+    ]
     scores = {}
     for order in (4, 1, 2, 3):
         scorer = metrics.BLEU(
@@ -92,15 +95,15 @@ def coco(captions: Sequence[str], references: Sequence[Sequence[str]]) -> dict[s
     from pycocoevalcap.cider.cider import Cider
     from pycocoevalcap.rouge.rouge import Rouge
 
-    truth = {number: list(of) for number, of in enumerate(references)}
-    said = {number: [one] for number, one in enumerate(captions)}
-    by_order, _ = Bleu(4).compute_score(truth, said, verbose=0)
-    scores = {f"bleu_{order}": value for order, value in enumerate(by_order, start=1)}
-    scores["rouge_l"] = float(Rouge().compute_score(truth, said)[0])
-    scores["cider"] = float(Cider().compute_score(truth, said)[0])
+    truth = {number: list(texts) for number, texts in enumerate(references)}
+    candidates = {number: [caption] for number, caption in enumerate(captions)}
+    bleu_scores, _ = Bleu(4).compute_score(truth, candidates, verbose=0)
+    scores = {f"bleu_{order}": value for order, value in enumerate(bleu_scores, start=1)}
+    scores["rouge_l"] = float(Rouge().compute_score(truth, candidates)[0])
+    scores["cider"] = float(Cider().compute_score(truth, candidates)[0])
     if has_java():
         with _meteor() as meteor:
-            scores["meteor"] = float(meteor.compute_score(truth, said)[0])
+            scores["meteor"] = float(meteor.compute_score(truth, candidates)[0])
     return scores
 
 
@@ -117,13 +120,16 @@ def _meteor() -> Iterator[Any]:
             process.kill()
 
 
-def tokenised(texts: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Captions of pictures as COCO's evaluation takes them, with blanks between their words: by
-    the tokeniser of the Penn Treebank, where there is Java, and else by ours."""
-    if has_coco() and has_java():
+def tokenised(texts: Sequence[Sequence[str]], treebank: bool) -> list[list[str]]:
+    """Captions of pictures with blanks between their words, by our tokeniser, or as COCO's
+    evaluation takes them: by that of the Penn Treebank, where there is Java."""
+    if treebank and has_java():
         from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 
-        texts_by_picture = {at: [{"caption": text} for text in of] for at, of in enumerate(texts)}
+        texts_by_picture = {
+            number: [{"caption": text} for text in captions]
+            for number, captions in enumerate(texts)
+        }
         words = PTBTokenizer().tokenize(texts_by_picture)
-        return [words[at] for at in range(len(texts))]
-    return [[" ".join(tokens(text)) for text in of] for of in texts]
+        return [words[number] for number in range(len(texts))]
+    return [[" ".join(tokens(text)) for text in captions] for captions in texts]

@@ -34,15 +34,15 @@ class Shown(NamedTuple):
 
     Attributes:
       pixels: uint8 ``[N, S, S, 3]``.
-      said: the model's captions.
-      true: whether they are; None: not known.
-      nearest: of the references of each picture the one most like what is said.
+      captions: those of the model.
+      truths: whether they are true; None: not known.
+      nearest: of the references of each picture the one most like the caption.
       weights: where it looked ``[N, T, L]``; None: it does not look at regions.
     """
 
     pixels: np.ndarray
-    said: list[str]
-    true: list[bool | None]
+    captions: list[str]
+    truths: list[bool | None]
     nearest: list[str]
     weights: np.ndarray | None
 
@@ -57,17 +57,17 @@ def draw(finished: Finished, workdir: Path, count: int) -> None:
     lanes = finished.sound_lanes
     if not available(say) or not lanes:
         return
-    shown = _shown(finished, finished.lane(finished.params, lanes[0]), count)
+    examples = _examples(finished, finished.lane(finished.params, lanes[0]), count)
     config = finished.config
     assert isinstance(config.task, CaptioningTask)
     title = f"{config.task.captioner}  ·  {config.model.cell}  ·  test pictures"
-    of_colours = "green: true, red: false" if config.task.generated else "green: a reference"
-    _draw_captions(shown, workdir / "figures" / "captions.png", f"{title}  ·  {of_colours}")
-    if shown.weights is not None:
-        _draw_attention(shown, workdir / "figures" / "attention.png", title)
+    legend = "green: true, red: false" if config.task.generated else "green: a reference"
+    _draw_captions(examples, workdir / "figures" / "captions.png", f"{title}  ·  {legend}")
+    if examples.weights is not None:
+        _draw_attention(examples, workdir / "figures" / "attention.png", title)
 
 
-def _shown(finished: Finished, params: Any, count: int) -> Shown:
+def _examples(finished: Finished, params: Any, count: int) -> Shown:
     learner = finished.learner
     task = learner.task
     assert isinstance(task, CaptioningTask)
@@ -79,23 +79,27 @@ def _shown(finished: Finished, params: Any, count: int) -> Shown:
         return words, learner.apply(params, pictures, words[:, None]).weights
 
     words, weights = jax.device_get(say_and_look(params, window.pictures))
-    said = [task.text(row) for row in words]
+    captions = [task.text(row) for row in words]
     references = [task.references[number] for number in window.numbers]
-    true: list[bool | None]
+    truths: list[bool | None]
     if task.generated:
-        known = task.true_of("test", count)
-        true = [one in of for one, of in zip(said, known, strict=True)]
+        true_captions = task.true_of("test", count)
+        truths = [caption in texts for caption, texts in zip(captions, true_captions, strict=True)]
     else:
-        true = [one in of or None for one, of in zip(said, references, strict=True)]
-    nearest = [_nearest(one, of) for one, of in zip(said, references, strict=True)]
-    return Shown(pixels, said, true, nearest, None if weights is None else weights[:, 0])
+        truths = [
+            caption in texts or None for caption, texts in zip(captions, references, strict=True)
+        ]
+    nearest = [
+        _nearest(caption, texts) for caption, texts in zip(captions, references, strict=True)
+    ]
+    return Shown(pixels, captions, truths, nearest, None if weights is None else weights[:, 0])
 
 
-def _nearest(said: str, references: list[str]) -> str:
+def _nearest(caption: str, references: list[str]) -> str:
     """The reference with most of the same words in the same order."""
 
     def likeness(reference: str) -> float:
-        return difflib.SequenceMatcher(None, said.split(), reference.split()).ratio()
+        return difflib.SequenceMatcher(None, caption.split(), reference.split()).ratio()
 
     return max(references, key=likeness)
 
@@ -113,29 +117,36 @@ def _pictures(finished: Finished, task: CaptioningTask, count: int) -> tuple[Win
     return jax.tree.map(jnp.asarray, window), files.pixels([first + int(n) for n in window.numbers])
 
 
-def _draw_captions(shown: Shown, path: Path, title: str) -> None:
-    down = math.ceil(len(shown.said) / _ACROSS)
-    with page(path, 3.6 * _ACROSS, 3.6 * down, title, of_a_run=True) as figure:
-        for axes in figure.subplots(down, _ACROSS, squeeze=False).ravel()[len(shown.said) :]:
+def _draw_captions(examples: Shown, path: Path, title: str) -> None:
+    row_count = math.ceil(len(examples.captions) / _ACROSS)
+    with page(path, 3.6 * _ACROSS, 3.6 * row_count, title, of_a_run=True) as figure:
+        for axes in figure.subplots(row_count, _ACROSS, squeeze=False).ravel()[
+            len(examples.captions) :
+        ]:
             axes.remove()
-        for axes, pixels, said, true, nearest in zip(
-            figure.axes, shown.pixels, shown.said, shown.true, shown.nearest, strict=True
+        for axes, pixels, caption, truth, reference in zip(
+            figure.axes,
+            examples.pixels,
+            examples.captions,
+            examples.truths,
+            examples.nearest,
+            strict=True,
         ):
             _draw_picture(axes, pixels)
-            axes.set_title(_wrapped(said), fontsize=8, color=_COLOURS[true])
-            axes.set_xlabel(_wrapped(f"reference: {nearest}"), fontsize=8, color="0.35")
+            axes.set_title(_wrapped(caption), fontsize=8, color=_COLOURS[truth])
+            axes.set_xlabel(_wrapped(f"reference: {reference}"), fontsize=8, color="0.35")
     say(f"figure: {path}")
 
 
-def _draw_attention(shown: Shown, path: Path, title: str) -> None:
-    assert shown.weights is not None
-    spoken = [said.split() for said in shown.said]
-    across = 1 + max(map(len, spoken))
-    side = math.isqrt(shown.weights.shape[-1])
-    with page(path, 0.95 * across, 1.15 * len(spoken), title, of_a_run=True) as figure:
-        rows = figure.subplots(len(spoken), across, squeeze=False)
+def _draw_attention(examples: Shown, path: Path, title: str) -> None:
+    assert examples.weights is not None
+    sentences = [caption.split() for caption in examples.captions]
+    column_count = 1 + max(map(len, sentences))
+    side = math.isqrt(examples.weights.shape[-1])
+    with page(path, 0.95 * column_count, 1.15 * len(sentences), title, of_a_run=True) as figure:
+        rows = figure.subplots(len(sentences), column_count, squeeze=False)
         for row, pixels, words, weights in zip(
-            rows, shown.pixels, spoken, shown.weights, strict=True
+            rows, examples.pixels, sentences, examples.weights, strict=True
         ):
             _draw_picture(row[0], pixels)
             for axes, word, look in zip(row[1:], words, weights, strict=False):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,6 +34,7 @@ from experiments.captioning.pictures import (
     PictureFiles,
     Window,
     corpus,
+    digest_of_file,
     held_out_first,
     regions_of,
 )
@@ -67,10 +70,10 @@ class CaptioningTask(CaptioningSettings, BaseTask):
     def metrics(self) -> tuple[Metric, ...]:
         names = [*scoring.BLEU]
         if self.evaluation == "coco":
-            own = [name for name in scoring.COCO if name != "meteor" or scoring.has_java()]
-            names = [own[0], *names, *own[1:]]
-        of_words = [Metric(name, True, 0.0, "no word right") for name in names]
-        return (*of_words, Metric("loss", False, math.log(len(self.vocabulary)), "uniform"))
+            coco_names = [name for name in scoring.COCO if name != "meteor" or scoring.has_java()]
+            names = [coco_names[0], *names, *coco_names[1:]]
+        word_metrics = [Metric(name, True, 0.0, "no word right") for name in names]
+        return (*word_metrics, Metric("loss", False, math.log(len(self.vocabulary)), "uniform"))
 
     @property
     def corpus(self) -> Corpus:
@@ -85,6 +88,19 @@ class CaptioningTask(CaptioningSettings, BaseTask):
     def generated(self) -> bool:
         """Whether the pictures are scenes, drawn on the device."""
         return self.dataset == "scenes"
+
+    @property
+    def content(self) -> str | None:
+        """A digest of captions and weights in files, which no setting tells."""
+        if self.generated:
+            return None
+        digest = hashlib.sha256("\n".join(self.vocabulary).encode())
+        for pictures in self.corpus.parts:
+            captions = [picture.captions for picture in pictures]
+            digest.update(json.dumps(captions).encode())
+        if self.weights is not None:
+            digest.update(digest_of_file(self.weights).encode())
+        return digest.hexdigest()[:16]
 
     @property
     def vocabulary(self) -> Sequence[str]:
@@ -154,8 +170,8 @@ class CaptioningTask(CaptioningSettings, BaseTask):
     def trainable(self, params: Any) -> Any:
         if not self.train_encoder:
             return None
-        of_others = {name: jax.tree.map(lambda _: True, of) for name, of in params.items()}
-        return of_others | {"vision": resnet.trainable(params["vision"])}
+        flags = {name: jax.tree.map(lambda _: True, leaves) for name, leaves in params.items()}
+        return flags | {"vision": resnet.trainable(params["vision"])}
 
     def example(self) -> tuple[Any, jax.Array]:
         pictures = jax.tree.map(
@@ -168,28 +184,28 @@ class CaptioningTask(CaptioningSettings, BaseTask):
         if self.generated or self.train_encoder:
             side = scenes.pixels(self.groups) if self.generated else self.image_size
             return jax.ShapeDtypeStruct((rows, side, side, 3), jnp.uint8)
-        of = {"pooled": jax.ShapeDtypeStruct((rows, resnet.FEATURES), jnp.float16)}
+        shapes = {"pooled": jax.ShapeDtypeStruct((rows, resnet.FEATURES), jnp.float16)}
         if self.captioner == "show_attend_tell":
             shape = (rows, regions_of(self.image_size), resnet.FEATURES)
-            of["regions"] = jax.ShapeDtypeStruct(shape, jnp.float16)
-        return of
+            shapes["regions"] = jax.ShapeDtypeStruct(shape, jnp.float16)
+        return shapes
 
     def data(self) -> Resident | Streamed:
         if self.evaluation == "coco" and not scoring.has_java():
             say(scoring.NEEDS_JAVA)
         if self.generated:
-            return Resident(jax.jit(self._drawn_sets)())
+            return Resident(jax.jit(self._held_out_sets)())
         return PictureFiles(self)
 
     def shapes(self, rows: int) -> Any:
         if self.generated:
-            return jax.eval_shape(self._drawn_sets)
+            return jax.eval_shape(self._held_out_sets)
         captions = jax.ShapeDtypeStruct((rows, self.captions, self.steps), jnp.int32)
         numbers = jax.ShapeDtypeStruct((rows,), jnp.int32)
         counts = jax.ShapeDtypeStruct((rows,), jnp.bool_)
         return Window(self._picture_shapes(rows), captions, numbers, counts)
 
-    def _drawn_sets(self) -> dict[str, Window]:
+    def _held_out_sets(self) -> dict[str, Window]:
         return _held_out_scenes(self.groups, self.held_out_scenes)
 
     def draw(
@@ -199,24 +215,24 @@ class CaptioningTask(CaptioningSettings, BaseTask):
         if not self.generated:
             return data, stream
         keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.fold_in(key, step)))
-        drawn = jax.vmap(lambda key: scenes.draw(key, self.groups, None))(keys(rows.numbers))
-        captions = drawn.captions[:, : self.captions]
+        batch = jax.vmap(lambda key: scenes.draw(key, self.groups, None))(keys(rows.numbers))
+        captions = batch.captions[:, : self.captions]
         counts = jnp.ones(rows.count, bool)
-        return Window(drawn.pictures, captions, rows.numbers, counts), stream
+        return Window(batch.pictures, captions, rows.numbers, counts), stream
 
     def loss(self, apply: Apply, params: Any, window: Window, stream: Any, train: bool) -> Outcome:
-        said = apply(params, window.pictures, window.captions)
+        prediction = apply(params, window.pictures, window.captions)
         captions = window.captions
-        chosen = jnp.take_along_axis(said.log_p, captions[..., None], axis=-1)[..., 0]
-        started = jnp.pad(captions[..., :-1] != END, ((0, 0), (0, 0), (1, 0)), constant_values=True)
-        weights = (started & window.counts[:, None, None]).astype(chosen.dtype)
-        total, weight = -(chosen * weights).sum(), weights.sum()
+        log_p = jnp.take_along_axis(prediction.log_p, captions[..., None], axis=-1)[..., 0]
+        mask = jnp.pad(captions[..., :-1] != END, ((0, 0), (0, 0), (1, 0)), constant_values=True)
+        weights = (mask & window.counts[:, None, None]).astype(log_p.dtype)
+        total, weight = -(log_p * weights).sum(), weights.sum()
         sums = {"loss": (total, weight)}
-        if self.doubly_stochastic and said.weights is not None:
+        if self.doubly_stochastic and prediction.weights is not None:
             # Xu et al., Eq. (14): each region is to be looked at once; a caption's penalty weighs
             # as its words do.
-            uneven = ((1 - said.weights.sum(axis=-2)) ** 2).sum(axis=-1)  # [B, R]
-            total += self.doubly_stochastic * (uneven * weights.sum(axis=-1)).sum()
+            penalties = ((1 - prediction.weights.sum(axis=-2)) ** 2).sum(axis=-1)  # [B, R]
+            total += self.doubly_stochastic * (penalties * weights.sum(axis=-1)).sum()
         if train:
             return Outcome((total, weight), sums, stream)
         outputs = {
@@ -249,44 +265,49 @@ class CaptioningTask(CaptioningSettings, BaseTask):
     def held_out(self, data: Any, devices: int) -> Mapping[str, HeldOut]:
         del devices
         if self.generated:
-            return {name: _Pictures(name, len(of.numbers)) for name, of in data.items()}
+            return {name: _Pictures(name, len(window.numbers)) for name, window in data.items()}
         parts = self.corpus.parts
         return {name: _Pictures(name, len(getattr(parts, name)), True) for name in _SEEDS}
 
     def text(self, words: Sequence[int]) -> str:
         """Words before the end of a caption, with blanks between them."""
-        kept: list[str] = []
+        sentence: list[str] = []
         for word in words:
             if word == END:
                 break
-            kept.append(self.vocabulary[word])
-        return " ".join(kept)
+            sentence.append(self.vocabulary[word])
+        return " ".join(sentence)
 
     @property
     def references(self) -> list[list[str]]:
         """The captions of the pictures of both held-out sets, with blanks between their words."""
         if not self.generated:
-            return _tokenised(self.corpus)
-        drawn = _held_out_captions(self.groups, self.held_out_scenes)
-        return [[self.text(caption) for caption in of] for of in drawn]
+            return _tokenised(self.corpus, self.evaluation == "coco")
+        captions = _held_out_captions(self.groups, self.held_out_scenes)
+        return [[self.text(caption) for caption in group] for group in captions]
 
     def true_of(self, name: str, count: int) -> list[set[str]]:
         """Of the first so many scenes of a held-out set, every caption that is true of each."""
         keys = _held_out_keys(name, self.held_out_scenes)[:count]
-        of_scene = functools.partial(scenes.true_captions, groups=self.groups, part=name)
-        made = jax.device_get(jax.jit(jax.vmap(of_scene))(keys))
-        return [{self.text(caption) for caption in of} for of in made]
+        captions_of = functools.partial(scenes.true_captions, groups=self.groups, part=name)
+        captions = jax.device_get(jax.jit(jax.vmap(captions_of))(keys))
+        return [{self.text(caption) for caption in group} for group in captions]
 
     def scores(
         self, sums: Mapping[str, tuple[np.ndarray, np.ndarray]], outputs: list[Any]
     ) -> dict[str, Any]:
-        rows = {name: np.concatenate([of[name] for of in outputs]) for name in outputs[0]}
+        rows = {name: np.concatenate([output[name] for output in outputs]) for name in outputs[0]}
         counts = rows["counts"].astype(bool)
         references = self.references
         truth = [references[number] for number in rows["numbers"][counts]]
-        said = [self.text(words) for words in rows["words"][counts]]
+        sentences = [self.text(words) for words in rows["words"][counts]]
+        if not self.generated:
+            groups = [[sentence] for sentence in sentences]
+            sentences = [
+                sentence for [sentence] in scoring.tokenised(groups, self.evaluation == "coco")
+            ]
         score = scoring.coco if self.evaluation == "coco" else scoring.bleu
-        return super().scores(sums, outputs) | score(said, truth)
+        return super().scores(sums, outputs) | score(sentences, truth)
 
 
 class _Pictures:
@@ -323,26 +344,28 @@ def _held_out_keys(name: str, count: int) -> jax.Array:
 def _held_out_scenes(groups: int, count: int) -> dict[str, Window]:
     """The held-out sets, which are the same for all seeds and models."""
     sets = {}
-    for at, name in enumerate(_SEEDS):
+    for index, name in enumerate(_SEEDS):
         keys = _held_out_keys(name, count)
-        drawn = jax.vmap(lambda key, name=name: scenes.draw(key, groups, name))(keys)
-        numbers = at * count + jnp.arange(count, dtype=jnp.int32)
-        sets[name] = Window(drawn.pictures, drawn.captions, numbers, jnp.ones(count, bool))
+        batch = jax.vmap(lambda key, name=name: scenes.draw(key, groups, name))(keys)
+        numbers = index * count + jnp.arange(count, dtype=jnp.int32)
+        sets[name] = Window(batch.pictures, batch.captions, numbers, jnp.ones(count, bool))
     return sets
 
 
 @functools.lru_cache(maxsize=2)
 def _held_out_captions(groups: int, count: int) -> np.ndarray:
-    drawn = jax.jit(_held_out_scenes, static_argnums=(0, 1))(groups, count)
-    return np.concatenate([np.asarray(drawn[name].captions) for name in _SEEDS])
+    sets = jax.jit(_held_out_scenes, static_argnums=(0, 1))(groups, count)
+    return np.concatenate([np.asarray(sets[name].captions) for name in _SEEDS])
 
 
-_TOKENISED: dict[int, list[list[str]]] = {}
+_TOKENISED: dict[tuple[int, bool], list[list[str]]] = {}
 
 
-def _tokenised(of: Corpus) -> list[list[str]]:
+def _tokenised(dataset: Corpus, treebank: bool) -> list[list[str]]:
     """The captions of a published set's held-out parts, as they are scored; made once."""
-    if id(of) not in _TOKENISED:
-        pictures = [*of.parts.validation, *of.parts.test]
-        _TOKENISED[id(of)] = scoring.tokenised([one.captions for one in pictures])
-    return _TOKENISED[id(of)]
+    key = id(dataset), treebank
+    if key not in _TOKENISED:
+        pictures = [*dataset.parts.validation, *dataset.parts.test]
+        captions = [picture.captions for picture in pictures]
+        _TOKENISED[key] = scoring.tokenised(captions, treebank)
+    return _TOKENISED[key]

@@ -43,10 +43,10 @@ def report(config: Config, name: str) -> dict[str, Any]:
     with target.compiling_for(devices):
         jax.clear_caches()  # of what has been traced for other devices
         learner = Learner(config)
-        begun = time.monotonic()
+        start = time.monotonic()
         traced, lowered = learner.lower()
         work = operations.of(traced.jaxpr)
-        described = {
+        description = {
             "topology": name,
             "chip": devices[0].device_kind,
             "devices": learner.mesh.size,
@@ -61,13 +61,13 @@ def report(config: Config, name: str) -> dict[str, Any]:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             needs = next(line for line in str(error).splitlines() if "RESOURCE_EXHAUSTED" in line)
-            return described | {"fits": False, "memory_bytes": None, "needs": needs}
-    seconds = time.monotonic() - begun
+            return description | {"fits": False, "memory_bytes": None, "needs": needs}
+    seconds = time.monotonic() - start
     for sharding in jax.tree.leaves(executable.output_shardings):
         assert {device.platform for device in sharding.device_set} == {"tpu"}
     return (
-        described
-        | _memory(executable, described["hbm_bytes"])
+        description
+        | _memory(executable, description["hbm_bytes"])
         | {
             "collectives": collectives(executable.as_text() or ""),
             "seconds": round(seconds, 1),
@@ -105,11 +105,11 @@ def collectives(program: str) -> dict[str, dict[str, int]]:
     """
     sums: dict[str, dict[str, int]] = {}
     for match in _COLLECTIVE.finditer(program):
-        one = sums.setdefault(match["kind"], {"count": 0, "bytes": 0})
+        entry = sums.setdefault(match["kind"], {"count": 0, "bytes": 0})
         shapes = [_bytes(shape) for shape in _SHAPE.finditer(match["shapes"])]
-        one["count"] += 1
+        entry["count"] += 1
         # What begins an all-gather hands out its operand, too, which is the smaller one.
-        one["bytes"] += max(shapes) if match["kind"] == "all-gather" else sum(shapes)
+        entry["bytes"] += max(shapes) if match["kind"] == "all-gather" else sum(shapes)
     return sums
 
 

@@ -106,10 +106,17 @@ def add(
 def define_experiment(experiment: Experiment, values: FlagValues) -> None:
     """Defines a flag for every setting, and those of a run. One that is not given leaves the
     protocol's value."""
-    for name, one in experiment.declarations().items():
-        add(values, one.flag, one.meaning, one.kind, several=one.several, choices=one.choices)
-        if one.singular:
-            add(values, one.singular, f"one of --{name}", one.kind)
+    for name, setting in experiment.declarations().items():
+        add(
+            values,
+            setting.flag,
+            setting.meaning,
+            setting.kind,
+            several=setting.several,
+            choices=setting.choices,
+        )
+        if setting.singular:
+            add(values, setting.singular, f"one of --{name}", setting.kind)
     protocols = tuple(experiment.protocols)
     add(values, "protocol", "a paper's settings; default: small", choices=protocols)
     define_run(values)
@@ -166,21 +173,21 @@ def request(experiment: Experiment, flag_values: Mapping[str, Any]) -> Request:
     if not 0 <= profile < 2**31:
         raise UserError(f"--profile must be at least 0 and below {2**31}, got {profile}.")
     storage = _storage(settings)
-    for name, one in experiment.declarations().items():
-        if one.singular and one.singular in settings:
-            exclude(settings, one.singular, one.flag)
-            settings[name] = (settings.pop(one.singular),)
-        if one.flag in settings and one.flag != name:
-            settings[name] = settings.pop(one.flag)
+    for name, setting in experiment.declarations().items():
+        if setting.singular and setting.singular in settings:
+            exclude(settings, setting.singular, setting.flag)
+            settings[name] = (settings.pop(setting.singular),)
+        if setting.flag in settings and setting.flag != name:
+            settings[name] = settings.pop(setting.flag)
     return Request(protocol, settings, describe, compile_for, workdir, profile, storage)
 
 
 def _storage(settings: dict[str, Any]) -> Storage:
     """What is asked of storage; it is taken from the flags."""
-    keep = settings.pop("keep_checkpoints", DEFAULTS.keep_checkpoints)
-    if not 1 <= keep < 2**31:
-        raise UserError(f"--keep_checkpoints must be at least 1 and below {2**31}, got {keep}.")
-    return Storage(keep, waits=settings.pop("on_full_disk", "stop") == "wait")
+    count = settings.pop("keep_checkpoints", DEFAULTS.keep_checkpoints)
+    if not 1 <= count < 2**31:
+        raise UserError(f"--keep_checkpoints must be at least 1 and below {2**31}, got {count}.")
+    return Storage(count, waits=settings.pop("on_full_disk", "stop") == "wait")
 
 
 def exclude(flag_values: Iterable[str], one: str, other: str) -> None:
@@ -207,9 +214,9 @@ def parse(argv: Sequence[str], define: Define) -> dict[str, Any]:
     Raises:
       absl.flags.Error: on a flag that cannot be, with one sentence.
     """
-    flag_values, rest = parse_with_arguments(argv, define)
-    if rest:
-        raise flags.Error(f"There is no argument {rest[0]!r}; flags look like --cell=gato.")
+    flag_values, arguments = parse_with_arguments(argv, define)
+    if arguments:
+        raise flags.Error(f"There is no argument {arguments[0]!r}; flags look like --cell=gato.")
     return flag_values
 
 
@@ -222,12 +229,12 @@ def parse_with_arguments(argv: Sequence[str], define: Define) -> tuple[dict[str,
         except UnicodeEncodeError:
             raise flags.Error("The command line has bytes that are not UTF-8.") from None
     try:
-        rest = values(list(argv))[1:]
+        arguments = values(list(argv))[1:]
     except flags.UnrecognizedFlagError as error:
-        near = difflib.get_close_matches(error.flagname, values, n=3)
-        hint = f"did you mean {' or '.join(f'--{flag}' for flag in near)}?"
+        matches = difflib.get_close_matches(error.flagname, values, n=3)
+        hint = f"did you mean {' or '.join(f'--{flag}' for flag in matches)}?"
         raise flags.Error(
-            f"There is no flag --{error.flagname}; {hint if near else 'see --help.'}"
+            f"There is no flag --{error.flagname}; {hint if matches else 'see --help.'}"
         ) from None
     for name in values:
         if values[name].present > 1:
@@ -235,7 +242,7 @@ def parse_with_arguments(argv: Sequence[str], define: Define) -> tuple[dict[str,
         if values[name].present and values[name].value == "":
             raise flags.Error(f"--{name}= has no value; leave the flag out for its default.")
     flag_values = {name: values[name].value for name in values}
-    return {name: value for name, value in flag_values.items() if value is not None}, rest
+    return {name: value for name, value in flag_values.items() if value is not None}, arguments
 
 
 def defined(define: Define) -> FlagValues:
@@ -250,7 +257,7 @@ def help_text(usage: str, define: Define, experiment: Experiment | None = None) 
     values = defined(define)
     lines = [f"usage: {usage}", ""]
     sources = {} if experiment is None else experiment.declarations()
-    by_flag = {one.flag: one for one in sources.values()}
+    by_flag = {setting.flag: setting for setting in sources.values()}
     for name in values:
         flag = values[name]
         choices = getattr(flag.parser, "_choices", ())
@@ -274,13 +281,13 @@ def defaults_text(experiment: Experiment, setting: Setting) -> str:
     for protocol in experiment.protocols:
         values = experiment.values(protocol)
         if setting.name in values:
-            shown = _default_text(values[setting.name].value)
-            by_value.setdefault(shown, []).append(protocol)
+            text = _default_text(values[setting.name].value)
+            by_value.setdefault(text, []).append(protocol)
     if not by_value:
         return "by the cell"
     if len(by_value) == 1:
         return next(iter(by_value))
-    return "; ".join(f"{value} ({', '.join(of)})" for value, of in by_value.items())
+    return "; ".join(f"{value} ({', '.join(protocols)})" for value, protocols in by_value.items())
 
 
 def _default_text(value: Any) -> str:

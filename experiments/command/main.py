@@ -91,8 +91,8 @@ def _parse(name: str, argv: Sequence[str], define: flags.Define, arguments: bool
     try:
         if not arguments:
             return flags.parse(argv, define)
-        flag_values, rest = flags.parse_with_arguments(argv, define)
-        return {**flag_values, "arguments": rest}
+        flag_values, operands = flags.parse_with_arguments(argv, define)
+        return {**flag_values, "arguments": operands}
     except absl_flags.Error as error:
         fail(name, str(error))
 
@@ -155,9 +155,9 @@ def train_one(
     request = flags.request(experiment, flag_values)
     config = resolve(experiment, request.protocol, request.settings)
     if request.describe:
-        described = json.dumps(runs.description(experiment, config), indent=2)
+        description = json.dumps(runs.description(experiment, config), indent=2)
         if is_first():
-            print(described)
+            print(description)
         return None
     if request.compile_for:
         print(json.dumps(ahead.report(config, request.compile_for), indent=2))
@@ -186,16 +186,16 @@ def join_processes(name: str, flag_values: Mapping[str, Any]) -> None:
     values = {flag: flag_values[flag] for flag in EXPLICIT if flag in flag_values}
     for flag in values:
         exclude(flag_values, "compile_for", flag)
-    off = flag_values.get("distributed") == "off" or "compile_for" in flag_values
+    opt_out = flag_values.get("distributed") == "off" or "compile_for" in flag_values
     if not values:
-        if not off and _started_by_a_cluster():
+        if not opt_out and _started_by_a_cluster():
             _join(name)
         return
-    if off:
+    if opt_out:
         raise UserError(f"--distributed=off contradicts --{next(iter(values))}.")
     if len(values) < len(EXPLICIT):
-        missing = " and ".join(f"--{flag}" for flag in EXPLICIT if flag not in values)
-        raise UserError(f"several processes need {missing}, too.")
+        missing_flags = " and ".join(f"--{flag}" for flag in EXPLICIT if flag not in values)
+        raise UserError(f"several processes need {missing_flags}, too.")
     if not 0 <= values["process_id"] < values["num_processes"]:
         raise UserError(
             f"--process_id must be at least 0 and below --num_processes, got "

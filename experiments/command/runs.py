@@ -54,7 +54,7 @@ class Finished(NamedTuple):
     @property
     def diverged(self) -> list[bool]:
         """Which lanes diverged."""
-        return [bool(at >= 0) for at in np.atleast_1d(self.state.diverged_at)]
+        return [bool(step >= 0) for step in np.atleast_1d(self.state.diverged_at)]
 
     @property
     def sound_lanes(self) -> list[int]:
@@ -80,16 +80,16 @@ class Finished(NamedTuple):
         Returns:
           ``[T, count, D]``.
         """
-        return self.learner.encoded(params, self._first(count).inputs)
+        return self.learner.encoded(params, self._batch(count).inputs)
 
     def valid(self, count: int) -> jax.Array:
         """Which steps of these are no padding, bool ``[T, count]``."""
         task: Any = self.learner.task
-        first = self._first(count)
-        masks = task.masks(first)
-        return masks.get("valid", jnp.ones(first.inputs.shape[:2], bool))
+        batch = self._batch(count)
+        masks = task.masks(batch)
+        return masks.get("valid", jnp.ones(batch.inputs.shape[:2], bool))
 
-    def _first(self, count: int) -> Batch:
+    def _batch(self, count: int) -> Batch:
         self.learner.load()
         batch = self.learner.data["sets"][self.learner.watched]
         return batch._replace(inputs=batch.inputs[:, :count])
@@ -112,25 +112,25 @@ def recorded_config(workdir: str | Path, experiments: Collection[Experiment]) ->
     Raises:
       UserError: if it is no workdir, one of another version or of another experiment.
     """
-    recorded = Workdir(workdir).read_json("config.json")
-    if recorded is None:
+    record = Workdir(workdir).read_json("config.json")
+    if record is None:
         raise UserError(f"{workdir} is not a workdir: it has no config.json.")
     try:
-        settings = recorded["config"]
+        settings = record["config"]
         task = dict(settings["task"])
         name = task.pop("name")
-        by_name = {one.name: one for one in experiments}
+        by_name = {experiment.name: experiment for experiment in experiments}
         if name not in by_name:
             raise UserError(
                 f"the run in {workdir} is one of {name}, not of {' or '.join(by_name)}."
             )
         config = Config(
-            protocol=recorded["protocol"],
-            overrides=as_tuples(recorded["overrides"]),
-            task=_made(by_name[name].task(), task),
-            model=_made(ModelSettings, settings["model"]),
-            carry=_made(CarrySettings, settings["carry"]),
-            training=_made(TrainingSettings, settings["training"]),
+            protocol=record["protocol"],
+            overrides=as_tuples(record["overrides"]),
+            task=_settings(by_name[name].task(), task),
+            model=_settings(ModelSettings, settings["model"]),
+            carry=_settings(CarrySettings, settings["carry"]),
+            training=_settings(TrainingSettings, settings["training"]),
         )
     except (KeyError, TypeError):
         raise UserError(f"{workdir} was made by another version of these experiments.") from None
@@ -141,11 +141,11 @@ def recorded_config(workdir: str | Path, experiments: Collection[Experiment]) ->
     return config
 
 
-def _made(cls: Any, recorded: Mapping[str, Any]) -> Any:
+def _settings(cls: Any, record: Mapping[str, Any]) -> Any:
     """Settings from a config; one that it does not know yet has its default, or is the cell's."""
-    unknown = {name: None for name, one in declared(cls).items() if one.optional}
-    unknown |= {name: entry.value for name, entry in defaults(cls)}
-    return cls(**unknown | as_tuples(recorded))
+    values = {name: None for name, setting in declared(cls).items() if setting.optional}
+    values |= {name: entry.value for name, entry in defaults(cls)}
+    return cls(**values | as_tuples(record))
 
 
 def finished(workdir: str | Path, experiments: Collection[Experiment]) -> Finished:
@@ -216,9 +216,9 @@ def description(experiment: Experiment, config: Config) -> dict[str, Any]:
 
 def describe(experiment: Experiment, runs: Mapping[str, Config]) -> str:
     """One JSON object: the first run's description, with all of them as ``"runs"``."""
-    described = {label: description(experiment, config) for label, config in runs.items()}
-    first = next(iter(described.values()))
-    return json.dumps({**first, "runs": described}, indent=2)
+    descriptions = {label: description(experiment, config) for label, config in runs.items()}
+    first = next(iter(descriptions.values()))
+    return json.dumps({**first, "runs": descriptions}, indent=2)
 
 
 def compiled(runs: Mapping[str, Config], topology: str) -> str:

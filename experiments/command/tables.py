@@ -70,9 +70,9 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(head))]
 
     def line(row: Sequence[str]) -> str:
-        first, *others = zip(row, widths, strict=True)
-        padded = [first[0].ljust(first[1]), *(text.rjust(width) for text, width in others)]
-        return f"| {' | '.join(padded)} |"
+        first, *rest = zip(row, widths, strict=True)
+        texts = [first[0].ljust(first[1]), *(text.rjust(width) for text, width in rest)]
+        return f"| {' | '.join(texts)} |"
 
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join([line(cells[0]), f"| {' | '.join(rule)} |", *map(line, cells[1:])])

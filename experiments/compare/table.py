@@ -149,12 +149,12 @@ def _metric(config: Config, metric_name: str | None) -> Metric:
     metrics = {metric.name: metric for metric in config.task.metrics}
     if metric_name is None:
         return config.task.metrics[0]
-    trained = [name for name in ("loss", *config.task.train_scores) if name in metrics]
-    metrics |= {f"{_TRAINED}{name}": metrics[name] for name in trained}
+    training_names = [name for name in ("loss", *config.task.train_scores) if name in metrics]
+    metrics |= {f"{_TRAINED}{name}": metrics[name] for name in training_names}
     if metric_name not in metrics:
-        *others, last = metrics
+        *rest, last = metrics
         raise UserError(
-            f"--metric={metric_name}: {config.task.name} has {', '.join(others)} and {last}."
+            f"--metric={metric_name}: {config.task.name} has {', '.join(rest)} and {last}."
         )
     return metrics[metric_name]
 
@@ -178,12 +178,12 @@ def distinct_labels(entries: Sequence[Entry]) -> list[str]:
             del settings[name]
     labels = []
     for settings, entry in zip(overrides, entries, strict=True):
-        own = [
+        differences = [
             f"{name.rstrip('_')}={_every_digit(value)}"
             for name, value in settings.items()
-            if any(other.get(name) != value for other in overrides)
+            if any(options.get(name) != value for options in overrides)
         ]
-        labels.append(" ".join([entry.config.model.cell, *own]))
+        labels.append(" ".join([entry.config.model.cell, *differences]))
     groups: dict[tuple[str, str], list[Path]] = {}
     for label, entry in zip(labels, entries, strict=True):
         groups.setdefault((label, entry.config.protocol), []).append(entry.workdir)
@@ -197,11 +197,11 @@ def distinct_labels(entries: Sequence[Entry]) -> list[str]:
 def _end(workdir: Path, group: Sequence[Path]) -> Path:
     """The shortest end of a directory's path that none of the others in the group has."""
     parts = workdir.resolve().parts
-    others = [other.resolve().parts for other in group if other != workdir]
+    siblings = [path.resolve().parts for path in group if path != workdir]
     length = next(
         count
         for count in range(1, len(parts) + 1)
-        if all(other[-count:] != parts[-count:] for other in others)
+        if all(sibling[-count:] != parts[-count:] for sibling in siblings)
     )
     return Path(*parts[-length:])
 
@@ -215,22 +215,22 @@ def markdown(entries: Sequence[Entry], labels: Sequence[str], metric: Metric) ->
 
     A diverged run is infinitely bad: so is a mean over it, and the bound on that side.
     """
-    what = f"training {metric.name}" if entries[0].watched == "training" else metric.name
-    head = ["cell", "protocol", "parameters", f"{what}: mean [min, max]", "seconds"]
+    quantity = f"training {metric.name}" if entries[0].watched == "training" else metric.name
+    head = ["cell", "protocol", "parameters", f"{quantity}: mean [min, max]", "seconds"]
     rows = []
     for label, entry in zip(labels, entries, strict=True):
         step = entry.rows[-1]["step"]
-        at = f" at step {step}" if step < entry.config.training.steps else ""
+        suffix = f" at step {step}" if step < entry.config.training.steps else ""
         if not entry.finished and entry.watched == "validation":  # finished ones are tested
-            at += " (validation)"
+            suffix += " (validation)"
         if entry.finished and entry.watched == "held_out" and entry.config.training.reports_best:
-            at += " (best)"  # chosen by the same set
+            suffix += " (best)"  # chosen by the same set
         rows.append(
             [
                 label,
                 entry.config.protocol,
                 f"{entry.parameters:,}",
-                statistics(entry.values, metric) + at,
+                statistics(entry.values, metric) + suffix,
                 f"{entry.seconds:.0f}",
             ]
         )
@@ -252,11 +252,11 @@ def statistics(
       weights: of the runs in the mean; None: equal ones.
       spread: whether ``[min, max]`` follow the mean of several values.
     """
-    bad = -np.inf if metric.higher_is_better else np.inf
-    numbers = [bad if value is None else value for value in values]
+    penalty = -np.inf if metric.higher_is_better else np.inf
+    numbers = [penalty if value is None else value for value in values]
     mean = np.average(numbers, weights=weights)
-    shown = [_number(mean), _number(min(numbers)), _number(max(numbers))]
-    text = "{} [{}, {}]".format(*shown) if spread and len(numbers) > 1 else shown[0]
+    texts = [_number(mean), _number(min(numbers)), _number(max(numbers))]
+    text = "{} [{}, {}]".format(*texts) if spread and len(numbers) > 1 else texts[0]
     return text + "*" * list(values).count(None)
 
 

@@ -117,21 +117,23 @@ class CopyTask(CopySettings, SupervisedTask):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        drawn, scored = self.tokens, self.tokens
+        guesses, scored_count = self.tokens, self.tokens
         if self.loss_on == "all":
-            scored = self.steps
-            drawn += self.tokens - 1 if self.layout == "aba" else 0  # A itself is unpredictable
+            scored_count = self.steps
+            guesses += self.tokens - 1 if self.layout == "aba" else 0  # A itself is unpredictable
         chance = 1 / self.symbols
         metrics = {
             "copied_token_probability": Metric("copied_token_probability", True, chance, "chance"),
             "accuracy": Metric("accuracy", True, chance, "chance"),
-            "loss": Metric("loss", False, drawn * math.log(self.symbols) / scored, "baseline"),
+            "loss": Metric(
+                "loss", False, guesses * math.log(self.symbols) / scored_count, "baseline"
+            ),
         }
         return (metrics.pop(self.headline), *metrics.values())
 
     def check(self) -> None:
-        sequences = self.tokens * math.log(self.symbols)  # the logarithm: there may be very many
-        if sequences < math.log(4 * self.held_out_sequences):
+        log_count = self.tokens * math.log(self.symbols)  # the logarithm: there may be very many
+        if log_count < math.log(4 * self.held_out_sequences):
             raise UserError(
                 f"--tokens={self.tokens} of --symbols={self.symbols} are too few different "
                 f"sequences to hold out {self.held_out_sequences}: lower --held_out_sequences."
@@ -182,13 +184,13 @@ class CopyTask(CopySettings, SupervisedTask):
         """Scores of logits ``[last steps, B, classes]``; metrics read the copied tokens alone."""
         targets = batch.targets[-len(outputs) :]
         log_p = jax.nn.log_softmax(wide(outputs))
-        of_target = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
+        target_log_p = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
         hits = jnp.argmax(outputs, axis=-1) == targets
-        copied = slice(len(outputs) - self.tokens, None)
+        copied_steps = slice(len(outputs) - self.tokens, None)
         return {
-            "loss": -of_target.mean(axis=0),
-            "copied_token_probability": jnp.exp(of_target[copied]).mean(axis=0),
-            "accuracy": hits[copied].mean(axis=0),
+            "loss": -target_log_p.mean(axis=0),
+            "copied_token_probability": jnp.exp(target_log_p[copied_steps]).mean(axis=0),
+            "accuracy": hits[copied_steps].mean(axis=0),
         }
 
     def _draw(self, key: jax.Array) -> jax.Array:
@@ -203,12 +205,12 @@ class CopyTask(CopySettings, SupervisedTask):
             place = jnp.minimum(jnp.searchsorted(codes, code), len(codes) - 1)
             return codes[place] == code
 
-        def again(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def redraw(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             attempt = state[0] + 1
             return attempt, self._draw(jax.random.fold_in(key, attempt))
 
         first = (jnp.int32(0), self._draw(jax.random.fold_in(key, 0)))
-        return jax.lax.while_loop(held_out, again, first)[1]
+        return jax.lax.while_loop(held_out, redraw, first)[1]
 
 
 def _code(tokens: jax.Array) -> jax.Array:

@@ -128,8 +128,8 @@ def load(name: str, data_dir: str | None) -> Images:
         if data_dir:
             raise UserError(f"--data_dir is not for {source.title}: they come with it.")
         images = _digits(source)
-    elif raw := _raw(source, data_dir):
-        images = _read_raw(source, raw)
+    elif raw_paths := _raw(source, data_dir):
+        images = _read_raw(source, raw_paths)
     elif path := prepared.find(source.prepared, data_dir):
         train = prepared.read(path, "train", source.shape)
         images = Images(*train, *prepared.read(path, "test", source.shape))
@@ -143,12 +143,12 @@ def load(name: str, data_dir: str | None) -> Images:
         if counts != classes:
             raise UserError(
                 f"this is not {source.title}: the labels of its {part} part count "
-                f"{_listed(counts)} by class, the published ones {_listed(classes)}."
+                f"{_count_text(counts)} by class, the published ones {_count_text(classes)}."
             )
     return images
 
 
-def _listed(counts: tuple[int, ...]) -> str:
+def _count_text(counts: tuple[int, ...]) -> str:
     return " ".join(map(str, counts))
 
 
@@ -182,7 +182,7 @@ def _read_raw(source: Source, paths: list[Path]) -> Images:
     train, test = sum(source.train), sum(source.test)
     if source.files != _IDX_FILES:
         batches = [cifar.read_batch(path, train // (len(paths) - 1)) for path in paths[:-1]]
-        images, labels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+        images, labels = (np.concatenate(pieces) for pieces in zip(*batches, strict=True))
         return Images(images, labels, *cifar.read_batch(paths[-1], test))
     height, width, _ = source.shape
     arrays = []
@@ -211,9 +211,9 @@ def _digits(source: Source) -> Images:
 def _missing(source: Source, data_dir: str | None) -> UserError:
     suffix = ".gz" if source.files == _IDX_FILES else ""
     files = ", ".join(name + suffix for name in source.files)
-    where = f"in {data_dir}" if data_dir else "here"
+    place = f"in {data_dir}" if data_dir else "here"
     return UserError(
-        f"{source.title} is not {where}: put {files} from {source.published} into a directory DIR "
+        f"{source.title} is not {place}: put {files} from {source.published} into a directory DIR "
         f"and give --data_dir=DIR, or, where TensorFlow is, run "
         f"`tfds build {source.prepared} --file_format=array_record` once."
     )

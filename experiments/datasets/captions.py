@@ -78,9 +78,9 @@ def read(name: str, data_dir: str | None, restval: bool = True) -> Captions:
     """
     if data_dir is not None and not Path(data_dir).is_dir():
         raise UserError(f"--data_dir={data_dir} is no directory.")
-    folders = [Path(data_dir) / one for one in _FOLDERS[name]] if data_dir else []
-    first = _COCO_FILE if name == "coco" else _FLICKR_TOKENS
-    folder = next((one for one in folders if (one / first).is_file()), None)
+    folders = [Path(data_dir) / subfolder for subfolder in _FOLDERS[name]] if data_dir else []
+    marker = _COCO_FILE if name == "coco" else _FLICKR_TOKENS
+    folder = next((candidate for candidate in folders if (candidate / marker).is_file()), None)
     if folder is not None:
         captions = _coco(folder, restval) if name == "coco" else _flickr8k(folder)
     elif name == "coco" and (path := prepared.find(_COCO_PREPARED, data_dir)):
@@ -94,10 +94,10 @@ def read(name: str, data_dir: str | None, restval: bool = True) -> Captions:
 
 
 def _missing(name: str, data_dir: str | None) -> UserError:
-    where = f"in {data_dir}" if data_dir else "here"
+    place = f"in {data_dir}" if data_dir else "here"
     if name == "coco":
         return UserError(
-            f"COCO 2014 is not {where}: put dataset_coco.json (Karpathy's split, in "
+            f"COCO 2014 is not {place}: put dataset_coco.json (Karpathy's split, in "
             "cs.stanford.edu/people/karpathy/deepimagesent/caption_datasets.zip) and the folders "
             "train2014 and val2014 of cocodataset.org into a directory DIR and give "
             "--data_dir=DIR, or, where TensorFlow is, run "
@@ -105,7 +105,7 @@ def _missing(name: str, data_dir: str | None) -> UserError:
         )
     files = ", ".join([_FLICKR_TOKENS, *_FLICKR_LISTS.values()])
     return UserError(
-        f"Flickr8k is not {where}: put {files} and the folder Flicker8k_Dataset, which the "
+        f"Flickr8k is not {place}: put {files} and the folder Flicker8k_Dataset, which the "
         "University of Illinois publishes (Hodosh et al., 2013), into a directory DIR and give "
         "--data_dir=DIR."
     )
@@ -137,7 +137,7 @@ def _coco(folder: Path, restval: bool) -> Captions:
     path = folder / _COCO_FILE
     try:
         images = json.loads(_text(path))["images"]
-        entries = [_coco_entry(one) for one in images]
+        entries = [_coco_entry(image) for image in images]
     except json.JSONDecodeError as error:
         raise damaged(path, error.pos, "that is not JSON") from None
     except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -145,7 +145,7 @@ def _coco(folder: Path, restval: bool) -> Captions:
             f"{path} is not Karpathy's split: {type(error).__name__} {error}."
         ) from None
     parts: dict[str, list[Picture]] = {part: [] for part in _PARTS}
-    there = {place: _files(folder / place) for place in {entry[0] for entry in entries}}
+    listings = {place: _files(folder / place) for place in {entry[0] for entry in entries}}
     for place, name, split, captions, words in entries:
         file = folder / place / name
         if split == "restval" and not restval:
@@ -154,7 +154,7 @@ def _coco(folder: Path, restval: bool) -> Captions:
             raise UserError(f"{path}: {name} has the split {split!r}, which Karpathy's has not.")
         if not captions:
             raise UserError(f"{path}: {name} has no captions.")
-        if name not in there[place]:
+        if name not in listings[place]:
             raise UserError(f"{path} has captions of {file}, and there is no such picture.")
         parts[_COCO_SPLITS[split]].append(Picture(file, captions, words))
     return Captions(**parts)
@@ -163,15 +163,16 @@ def _coco(folder: Path, restval: bool) -> Captions:
 def _coco_entry(image: Any) -> tuple[str, str, str, tuple[str, ...], tuple[tuple[str, ...], ...]]:
     """Folder, file, split, captions and their words, each held to its type."""
     sentences = image["sentences"]
-    captions = tuple(_typed(one["raw"], str) for one in sentences)
+    captions = tuple(_typed(sentence["raw"], str) for sentence in sentences)
     words = tuple(
-        tuple(_typed(word, str) for word in _typed(one["tokens"], list)) for one in sentences
+        tuple(_typed(word, str) for word in _typed(sentence["tokens"], list))
+        for sentence in sentences
     )
     names = (_typed(image[key], str) for key in ("filepath", "filename", "split"))
     place, name, split = names
-    for one in (place, name):  # a name leads to no other folder
-        if not one or one in (".", "..") or "/" in one or "\0" in one:
-            raise ValueError(f"{one!r} is no name of a file")
+    for component in (place, name):  # a name leads to no other folder
+        if not component or component in (".", "..") or "/" in component or "\0" in component:
+            raise ValueError(f"{component!r} is no name of a file")
     return place, name, split, captions, words
 
 
@@ -193,21 +194,21 @@ def _flickr8k(folder: Path) -> Captions:
     images = next((folder / name for name in _FLICKR_IMAGES if (folder / name).is_dir()), None)
     if images is None:
         raise UserError(f"Flickr8k in {folder} is not complete: Flicker8k_Dataset is missing.")
-    there = _files(images)
+    image_names = _files(images)
     parts: dict[str, list[Picture]] = {}
-    for part, listed in _FLICKR_LISTS.items():
-        if not (folder / listed).is_file():
-            raise UserError(f"Flickr8k in {folder} is not complete: {listed} is missing.")
+    for part, list_name in _FLICKR_LISTS.items():
+        if not (folder / list_name).is_file():
+            raise UserError(f"Flickr8k in {folder} is not complete: {list_name} is missing.")
         parts[part] = []
-        for name in _text(folder / listed).split():
+        for name in _text(folder / list_name).split():
             if name not in captions:
-                raise UserError(f"{path} has no captions of {name}, which is in {listed}.")
-            if name not in there:
+                raise UserError(f"{path} has no captions of {name}, which is in {list_name}.")
+            if name not in image_names:
                 raise UserError(
-                    f"{folder / listed} names {images / name}, and there is no such picture."
+                    f"{folder / list_name} names {images / name}, and there is no such picture."
                 )
-            of = tuple(captions[name])
-            parts[part].append(Picture(images / name, of, tuple(map(words_of, of))))
+            texts = tuple(captions[name])
+            parts[part].append(Picture(images / name, texts, tuple(map(words_of, texts))))
     return Captions(**parts)
 
 
@@ -217,20 +218,20 @@ def _prepared_coco(path: Path, restval: bool) -> Captions:
         if split == "restval" and not restval:
             continue
         source, captions = prepared.read_captions(path, split)
-        for number, of in enumerate(captions):
-            if not of:
+        for number, texts in enumerate(captions):
+            if not texts:
                 raise UserError(f"{path}: picture {number} of {split} has no captions.")
-            words = tuple(map(words_of, of))
-            parts[part].append(Picture((source, number), tuple(of), words))
+            words = tuple(map(words_of, texts))
+            parts[part].append(Picture((source, number), tuple(texts), words))
     return Captions(**parts)
 
 
 def vocabulary(pictures: Iterable[Picture], min_count: int) -> list[str]:
     """The words that captions have more often than ``min_count`` times, the most frequent ones
     first; before them the end and the unknown word."""
-    counts = Counter(word for one in pictures for words in one.words for word in words)
-    kept = [word for word, count in counts.items() if count > min_count]
-    return ["", "<unknown>", *sorted(kept, key=lambda word: (-counts[word], word))]
+    counts = Counter(word for picture in pictures for words in picture.words for word in words)
+    frequent_words = [word for word, count in counts.items() if count > min_count]
+    return ["", "<unknown>", *sorted(frequent_words, key=lambda word: (-counts[word], word))]
 
 
 def numbered(picture: Picture, numbers: dict[str, int], length: int) -> np.ndarray:
@@ -238,8 +239,8 @@ def numbered(picture: Picture, numbers: dict[str, int], length: int) -> np.ndarr
     on; longer ones are cut."""
     rows = np.full((len(picture.words), length + 1), END, np.int32)
     for row, words in zip(rows, picture.words, strict=True):
-        kept = words[:length]
-        row[: len(kept)] = [numbers.get(word, UNKNOWN) for word in kept]
+        prefix = words[:length]
+        row[: len(prefix)] = [numbers.get(word, UNKNOWN) for word in prefix]
     return rows
 
 
@@ -268,11 +269,11 @@ def pixels(picture: Picture, size: int) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(content)) as image:
             image.draft("RGB", (size, size))  # a JPEG in an eighth of the work, if it is large
-            small = image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR)
+            square = image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR)
     except Exception as error:  # whatever Pillow makes of bytes that are no picture
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise UserError(f"{picture.name} is damaged: {_without_object(reason)}.") from None
-    return np.asarray(small)
+    return np.asarray(square)
 
 
 def _without_object(reason: str) -> str:
@@ -281,4 +282,4 @@ def _without_object(reason: str) -> str:
 
 def flat(captions: Sequence[Picture]) -> list[list[str]]:
     """The captions of each picture as they were written."""
-    return [list(one.captions) for one in captions]
+    return [list(picture.captions) for picture in captions]

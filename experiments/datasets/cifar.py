@@ -97,35 +97,35 @@ class _Program:
 
     def __init__(self, path: Path, content: bytes) -> None:
         self._path, self._content = path, content
-        self._at = 0  # the next byte
-        self._begin = 0  # of the instruction
+        self._position = 0  # the next byte
+        self._start = 0  # of the instruction
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
 
     def run(self) -> dict[bytes, Any]:
         """The dictionary that the program leaves."""
         while True:
-            self._begin = self._at
+            self._start = self._position
             code = self._take(1)
             if code == b".":
                 result = self._pop(dict)
-                if self._stack or self._at != len(self._content):
-                    raise self._wrong("the batch ends before the file does")
+                if self._stack or self._position != len(self._content):
+                    raise self._error("the batch ends before the file does")
                 return result
             step = _INSTRUCTIONS.get(code)
             if step is None:
-                raise self._wrong(f"a batch has no instruction {code!r}")
+                raise self._error(f"a batch has no instruction {code!r}")
             step(self)
 
-    def _wrong(self, reason: str) -> UserError:
-        return damaged(self._path, self._begin, reason)
+    def _error(self, reason: str) -> UserError:
+        return damaged(self._path, self._start, reason)
 
     def _take(self, count: int) -> bytes:
-        end = self._at + count
+        end = self._position + count
         if end > len(self._content):
             raise damaged(self._path, len(self._content), "the file is cut short")
-        self._at, begin = end, self._at
-        return self._content[begin:end]
+        self._position, start = end, self._position
+        return self._content[start:end]
 
     def _number(self, size: int, signed: bool = False) -> int:
         return int.from_bytes(self._take(size), "little", signed=signed)
@@ -133,7 +133,7 @@ class _Program:
     def _pop(self, kind: type) -> Any:
         top = self._stack[-1] if self._stack else _MARK
         if top is _MARK or not isinstance(top, kind):
-            raise self._wrong("an instruction finds the wrong things")
+            raise self._error("an instruction finds the wrong things")
         return self._stack.pop()
 
     def _pop_to_mark(self) -> list[Any]:
@@ -143,21 +143,21 @@ class _Program:
             if item is _MARK:
                 return items[::-1]
             items.append(item)
-        raise self._wrong("an instruction finds the wrong things")
+        raise self._error("an instruction finds the wrong things")
 
     # The instructions.
 
     def protocol(self) -> None:
         if self._number(1) != 2:
-            raise self._wrong("it is no pickle of protocol 2")
+            raise self._error("it is no pickle of protocol 2")
 
     def name(self) -> None:
         for text, name in _NAMES.items():
-            if self._content.startswith(text, self._at):
+            if self._content.startswith(text, self._position):
                 self._take(len(text))
                 self._stack.append(name)
                 return
-        raise self._wrong("it asks for an object that no batch needs")
+        raise self._error("it asks for an object that no batch needs")
 
     def string(self, size: int) -> None:
         count = self._number(size)
@@ -188,7 +188,7 @@ class _Program:
     def _fill(self, items: list[Any]) -> None:
         target = self._top(dict)
         if len(items) % 2 or not all(isinstance(key, bytes) for key in items[::2]):
-            raise self._wrong("a key is no text")
+            raise self._error("a key is no text")
         target.update(zip(items[::2], items[1::2], strict=True))
 
     def _top(self, kind: type) -> Any:
@@ -199,36 +199,36 @@ class _Program:
     def put(self, size: int) -> None:
         number = self._number(size)
         if number > _MEMO:
-            raise self._wrong(f"the memo number {number} is too large")
+            raise self._error(f"the memo number {number} is too large")
         self._memo[number] = self._top(object)
 
     def get(self, size: int) -> None:
         number = self._number(size)
         if number not in self._memo:
-            raise self._wrong(f"there is no memo {number}")
+            raise self._error(f"there is no memo {number}")
         self._stack.append(self._memo[number])
 
     def call(self) -> None:
         arguments, function = self._pop(tuple), self._pop(_Name)
         first = arguments[0] if arguments else None
         if function is _Name.RECONSTRUCT and first is _Name.ARRAY:
-            self._stack.append(_Array(self._begin))
+            self._stack.append(_Array(self._start))
         elif function is _Name.DTYPE and isinstance(first, bytes) and first in (b"u1", b"|u1"):
             self._stack.append(_Name.BYTES)
         else:
-            raise self._wrong("it asks for an array that is not of bytes")
+            raise self._error("it asks for an array that is not of bytes")
 
     def build(self) -> None:
         state, target = self._pop(tuple), self._top(object)
         if target is _Name.BYTES:
             return  # byte order and the like, which bytes do not have
         if not isinstance(target, _Array) or len(state) != 5:
-            raise self._wrong("it asks for an object that no batch needs")
+            raise self._error("it asks for an object that no batch needs")
         _, shape, dtype, fortran, content = state
-        sizes = isinstance(shape, tuple) and all(type(size) is int for size in shape)
-        if not (sizes and dtype is _Name.BYTES and isinstance(content, bytes)):
-            raise self._wrong("it asks for an array that is not of bytes")
-        target.offset = self._begin
+        valid_shape = isinstance(shape, tuple) and all(type(size) is int for size in shape)
+        if not (valid_shape and dtype is _Name.BYTES and isinstance(content, bytes)):
+            raise self._error("it asks for an array that is not of bytes")
+        target.offset = self._start
         target.shape, target.fortran, target.content = shape, bool(fortran), content
 
     def push(self, value: Any) -> None:

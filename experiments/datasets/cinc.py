@@ -64,15 +64,15 @@ def read(folder: Path) -> Stays:
             raise bad_row(path, row, "its RecordID came before")
         days[int(record)] = number(path, row, "Length_of_stay", length)
     identifiers = sorted(identifier for identifier in days if days[identifier] >= 0)  # -1: unknown
-    measured = Measured()
+    measurements = Measured()
     for stay, identifier in enumerate(identifiers):
-        _record(folder / RECORDS / f"{identifier}.txt", stay, measured)
-    return measured.together(
-        [days[one] > LONG_DAYS for one in identifiers], range(len(identifiers))
+        _record(folder / RECORDS / f"{identifier}.txt", stay, measurements)
+    return measurements.together(
+        [days[identifier] > LONG_DAYS for identifier in identifiers], range(len(identifiers))
     )
 
 
-def _record(path: Path, stay: int, measured: Measured) -> None:
+def _record(path: Path, stay: int, measurements: Measured) -> None:
     for row, (time, parameter, text) in table(path, ("TIME", "PARAMETER", "VALUE")):
         variable = PARAMETERS.get(parameter)
         if variable is None:
@@ -83,4 +83,4 @@ def _record(path: Path, stay: int, measured: Measured) -> None:
         hours = int(match[1]) + int(match[2]) / 60
         if hours > HOURS:
             raise bad_row(path, row, "its Time is after the 48 hours")
-        measured.add(stay, hours, variable, number(path, row, "Value", text))
+        measurements.add(stay, hours, variable, number(path, row, "Value", text))

@@ -55,13 +55,13 @@ def _parse(path: Path, stream: IO[bytes] | gzip.GzipFile, shape: tuple[int, ...]
             raise damaged(path, offset, reason)
     start, count = len(header), math.prod(shape)
     body = _read(path, stream, start, count)
-    if _read(path, stream, start + count, 1, or_end=True):
+    if _read(path, stream, start + count, 1, optional=True):
         raise damaged(path, start + count, "there is more than the header tells of")
     return np.frombuffer(body, np.uint8).reshape(shape)
 
 
 def _read(
-    path: Path, stream: IO[bytes] | gzip.GzipFile, offset: int, count: int, or_end: bool = False
+    path: Path, stream: IO[bytes] | gzip.GzipFile, offset: int, count: int, optional: bool = False
 ) -> bytearray:
     """The next ``count`` bytes, from ``offset`` of the (unzipped) content; nothing at its end."""
     content = bytearray()
@@ -76,9 +76,11 @@ def _read(
             reason = f"the compressed data are wrong ({error})"
             raise damaged(path, offset + len(content), reason) from None
         if not chunk:
-            if or_end and not content:
+            if optional and not content:
                 break
-            left = count - len(content)
-            raise damaged(path, offset + len(content), f"the content ends {left} bytes too early")
+            shortfall = count - len(content)
+            raise damaged(
+                path, offset + len(content), f"the content ends {shortfall} bytes too early"
+            )
         content += chunk
     return content

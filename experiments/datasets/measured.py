@@ -87,11 +87,13 @@ class Measured:
         hours = np.frombuffer(self._hours, np.float32)
         variable = np.frombuffer(self._variable, np.int8)
         value = np.frombuffer(self._value, np.float32)
-        least = np.array([one.least for one in VARIABLES], np.float32)[variable]
-        most = np.array([one.most for one in VARIABLES], np.float32)[variable]
-        outside = (value < least) | (value > most)
-        clipped = np.bincount(variable[outside], minlength=len(VARIABLES))
-        value = np.clip(value, least, most)
+        lower_bounds = np.array([definition.least for definition in VARIABLES], np.float32)[
+            variable
+        ]
+        upper_bounds = np.array([definition.most for definition in VARIABLES], np.float32)[variable]
+        outliers = (value < lower_bounds) | (value > upper_bounds)
+        clipped = np.bincount(variable[outliers], minlength=len(VARIABLES))
+        value = np.clip(value, lower_bounds, upper_bounds)
         order = np.lexsort((hours, stay))
         first = np.ones(len(order), bool)
         first[1:] = (np.diff(stay[order]) != 0) | (np.diff(hours[order]) != 0)

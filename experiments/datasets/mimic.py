@@ -71,7 +71,7 @@ class _Stay(NamedTuple):
 
     patient: int
     identifier: str
-    begins: datetime
+    start: datetime
     days: float
 
 
@@ -87,42 +87,46 @@ def read(folder: Path, stay: str) -> Stays:
     """
     admissions, icu_stays, *events = files(folder)
     stays = _admissions(admissions, icu_stays) if stay == "hospital" else _icu_stays(icu_stays)
-    stays = sorted(one for one in stays if one.days >= _SHORTEST_DAYS)
+    stays = sorted(entry for entry in stays if entry.days >= _SHORTEST_DAYS)
     key = "HADM_ID" if stay == "hospital" else "ICUSTAY_ID"
-    begins = {one.identifier: (at, one.begins) for at, one in enumerate(stays)}
-    if len(begins) < len(stays):
+    starts = {entry.identifier: (index, entry.start) for index, entry in enumerate(stays)}
+    if len(starts) < len(stays):
         path = admissions if stay == "hospital" else icu_stays
         raise UserError(f"{path} is damaged: some {key} are there twice.")
-    measured = Measured()
+    measurements = Measured()
     for path in events:
-        _events(path, key, begins, measured)
-    numbers = {patient: at for at, patient in enumerate(sorted({one.patient for one in stays}))}
-    return measured.together(
-        [one.days > LONG_DAYS for one in stays], [numbers[one.patient] for one in stays]
+        _events(path, key, starts, measurements)
+    numbers = {
+        patient: index for index, patient in enumerate(sorted({entry.patient for entry in stays}))
+    }
+    return measurements.together(
+        [entry.days > LONG_DAYS for entry in stays], [numbers[entry.patient] for entry in stays]
     )
 
 
 def _admissions(admissions: Path, icu_stays: Path) -> list[_Stay]:
-    first: dict[str, datetime] = {}
+    first_starts: dict[str, datetime] = {}
     columns: Sequence[str] = ("HADM_ID", "INTIME")
-    for row, (identifier, begins) in table(icu_stays, columns):
-        if begins:
-            at = moment(icu_stays, row, "INTIME", begins)
-            first[identifier] = min(at, first.get(identifier, at))
+    for row, (identifier, arrival) in table(icu_stays, columns):
+        if arrival:
+            start = moment(icu_stays, row, "INTIME", arrival)
+            first_starts[identifier] = min(start, first_starts.get(identifier, start))
     stays = []
     columns = ("SUBJECT_ID", "HADM_ID", "ADMITTIME", "DISCHTIME")
-    for row, (patient, identifier, begins, ends) in table(admissions, columns):
-        stay = _stay(admissions, row, patient, identifier, (columns[2], begins), (columns[3], ends))
-        stays.append(stay._replace(begins=first.get(identifier, stay.begins)))
+    for row, (patient, identifier, arrival, departure) in table(admissions, columns):
+        stay = _stay(
+            admissions, row, patient, identifier, (columns[2], arrival), (columns[3], departure)
+        )
+        stays.append(stay._replace(start=first_starts.get(identifier, stay.start)))
     return stays
 
 
 def _icu_stays(icu_stays: Path) -> list[_Stay]:
     columns = ("SUBJECT_ID", "ICUSTAY_ID", "INTIME", "OUTTIME")
     return [
-        _stay(icu_stays, row, patient, identifier, (columns[2], begins), (columns[3], ends))
-        for row, (patient, identifier, begins, ends) in table(icu_stays, columns)
-        if begins and ends  # a few are not known to have ended
+        _stay(icu_stays, row, patient, identifier, (columns[2], arrival), (columns[3], departure))
+        for row, (patient, identifier, arrival, departure) in table(icu_stays, columns)
+        if arrival and departure  # a few are not known to have ended
     ]
 
 
@@ -131,17 +135,17 @@ def _stay(
     row: int,
     patient: str,
     identifier: str,
-    begins: tuple[str, str],
-    ends: tuple[str, str],
+    arrival: tuple[str, str],
+    departure: tuple[str, str],
 ) -> _Stay:
     if not (patient.isdecimal() and identifier.isdecimal()):
         raise bad_row(path, row, "its identifiers are no numbers")
-    begin, end = moment(path, row, *begins), moment(path, row, *ends)
-    return _Stay(int(patient), identifier, begin, (end - begin).total_seconds() / 86_400)
+    start, end = moment(path, row, *arrival), moment(path, row, *departure)
+    return _Stay(int(patient), identifier, start, (end - start).total_seconds() / 86_400)
 
 
 def _events(
-    path: Path, key: str, begins: dict[str, tuple[int, datetime]], measured: Measured
+    path: Path, key: str, starts: dict[str, tuple[int, datetime]], measurements: Measured
 ) -> None:
     """Adds what a table of events has of stays and items that are wanted."""
     columns = (key, "ITEMID", "CHARTTIME", "VALUE")
@@ -149,10 +153,10 @@ def _events(
         path, columns, ("VALUENUM", "ERROR")
     ):
         variable = ITEMS.get(item)
-        if variable is None or identifier not in begins or not (numeric or text) or error == "1":
+        if variable is None or identifier not in starts or not (numeric or text) or error == "1":
             continue
-        stay, begin = begins[identifier]
-        hours = (moment(path, row, "CHARTTIME", time) - begin).total_seconds() / 3600
+        stay, start = starts[identifier]
+        hours = (moment(path, row, "CHARTTIME", time) - start).total_seconds() / 3600
         if not 0 <= hours <= HOURS:
             continue
         value = _refill(text) if variable == _REFILL else _numeric(path, row, numeric, text)
@@ -162,7 +166,7 @@ def _events(
             value = (value - 32) / 1.8
         elif variable == _OXYGEN and value > 1:
             value /= 100
-        measured.add(stay, hours, variable, value)
+        measurements.add(stay, hours, variable, value)
 
 
 def _numeric(path: Path, row: int, numeric: str, text: str) -> float | None:

@@ -46,41 +46,43 @@ def read(path: Path, split: str, shape: tuple[int, ...]) -> tuple[np.ndarray, np
       UserError: if tensorflow-datasets is missing or cannot read the files.
     """
 
-    def taken(source: Any) -> tuple[np.ndarray, np.ndarray]:
+    def convert(source: Any) -> tuple[np.ndarray, np.ndarray]:
         images = np.empty((len(source), *shape), np.uint8)
         labels = np.empty(len(source), np.uint8)
         for index, example in enumerate(_examples(source)):
             images[index], labels[index] = example["image"], example["label"]
         return images, labels
 
-    return _taken(path, split, taken)
+    return _load(path, split, convert)
 
 
 def read_texts(path: Path, split: str) -> tuple[list[str], list[int]]:
     """Texts and labels of one split; for the rest see ``read``."""
 
-    def taken(source: Any) -> tuple[list[str], list[int]]:
+    def convert(source: Any) -> tuple[list[str], list[int]]:
         examples = list(_examples(source))
-        return [one["text"].decode() for one in examples], [int(one["label"]) for one in examples]
+        return [example["text"].decode() for example in examples], [
+            int(example["label"]) for example in examples
+        ]
 
-    return _taken(path, split, taken)
+    return _load(path, split, convert)
 
 
 def read_captions(path: Path, split: str) -> tuple[Any, list[list[str]]]:
     """The pictures of one split, as a sequence of examples whose ``"image"`` is the bytes of a
     file, and the captions of each; for the rest see ``read``."""
 
-    def taken(source: Any) -> tuple[Any, list[list[str]]]:
+    def convert(source: Any) -> tuple[Any, list[list[str]]]:
         captions = [
-            [text.decode() for text in one["captions"]["text"]] for one in _examples(source)
+            [text.decode() for text in example["captions"]["text"]] for example in _examples(source)
         ]
         return source, captions
 
-    return _taken(path, split, taken, undecoded=("image",))
+    return _load(path, split, convert, undecoded=("image",))
 
 
-def _taken(
-    path: Path, split: str, take: Callable[[Any], _Taken], undecoded: tuple[str, ...] = ()
+def _load(
+    path: Path, split: str, convert: Callable[[Any], _Taken], undecoded: tuple[str, ...] = ()
 ) -> _Taken:
     try:
         import tensorflow_datasets as tfds
@@ -91,7 +93,7 @@ def _taken(
     try:
         decoders = {name: tfds.decode.SkipDecoding() for name in undecoded}
         builder = tfds.builder_from_directory(str(path))
-        return take(builder.as_data_source(split=split, decoders=decoders or None))
+        return convert(builder.as_data_source(split=split, decoders=decoders or None))
     except Exception as error:  # whatever it makes of a damaged or a foreign file
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(

@@ -49,15 +49,15 @@ def read(
     if data_dir is not None and not Path(data_dir).is_dir():
         raise UserError(f"--data_dir={data_dir} is no directory.")
     folders = [Path(data_dir) / name for name in _FOLDERS] if data_dir else []
-    raw = next((folder for folder in folders if (folder / "train" / "pos").is_dir()), None)
-    if raw:
-        parts = [_read_raw(raw / part) for part in ("train", "test")]
+    raw_folder = next((folder for folder in folders if (folder / "train" / "pos").is_dir()), None)
+    if raw_folder:
+        parts = [_read_raw(raw_folder / part) for part in ("train", "test")]
     elif path := prepared.find(_PREPARED, data_dir):
         parts = [prepared.read_texts(path, part) for part in ("train", "test")]
     else:
-        where = f"in {data_dir}" if data_dir else "here"
+        place = f"in {data_dir}" if data_dir else "here"
         raise UserError(
-            f"IMDB's reviews are not {where}: put the folder aclImdb of ai.stanford.edu/~amaas/"
+            f"IMDB's reviews are not {place}: put the folder aclImdb of ai.stanford.edu/~amaas/"
             "data/sentiment into a directory DIR and give --data_dir=DIR, or, where TensorFlow is, "
             "run `tfds build imdb_reviews --file_format=array_record` once."
         )
@@ -71,8 +71,8 @@ def read(
     words = [[_WORD.findall(_plain(text)) for text in texts] for texts, _ in parts]
     numbers = _numbers(words[0], vocabulary)
     train, test = (
-        Reviews(_padded(of_part, numbers, length), np.array(labels, bool))
-        for of_part, (_, labels) in zip(words, parts, strict=True)
+        Reviews(_padded(part_words, numbers, length), np.array(labels, bool))
+        for part_words, (_, labels) in zip(words, parts, strict=True)
     )
     return train, test
 
@@ -106,14 +106,14 @@ def _numbers(reviews: Sequence[Sequence[str]], vocabulary: int) -> dict[str, int
     for review in reviews:
         for word in review:
             counts[word] = counts.get(word, 0) + 1
-    ranked = sorted(counts, key=lambda word: (-counts[word], word))
-    return {word: at + 2 for at, word in enumerate(ranked[:vocabulary])}
+    ranking = sorted(counts, key=lambda word: (-counts[word], word))
+    return {word: rank + 2 for rank, word in enumerate(ranking[:vocabulary])}
 
 
 def _padded(reviews: Sequence[Sequence[str]], numbers: dict[str, int], length: int) -> np.ndarray:
     words = np.full((len(reviews), length), PADDING, np.int32)
     for row, review in enumerate(reviews):
-        kept = [numbers.get(word, UNKNOWN) for word in review[-length:]]
-        if kept:
-            words[row, -len(kept) :] = kept
+        tail = [numbers.get(word, UNKNOWN) for word in review[-length:]]
+        if tail:
+            words[row, -len(tail) :] = tail
     return words

@@ -101,10 +101,10 @@ def load(name: str, data_dir: str | None, stay: str, say: Callable[[str], None])
         stays = source.read(folder, stay)
         _check(source, folder, stays)
         _keep(path, stays)
-        measured = int(np.isfinite(stays.values).sum())
+        value_count = int(np.isfinite(stays.values).sum())
         say(
             f"{source.title}: {len(stays.long_stay):,} stays, {int(stays.long_stay.sum()):,} of "
-            f"them long, {measured:,} values at {len(stays.hours):,} times; "
+            f"them long, {value_count:,} values at {len(stays.hours):,} times; "
             f"{int(stays.clipped.sum()):,} values lay out of range and are clipped."
         )
     return stays
@@ -159,9 +159,9 @@ class Scale(NamedTuple):
     @classmethod
     def of(cls, stays: Stays, part: np.ndarray) -> Scale:
         """Those of all values that were measured in the stays of a part."""
-        own = np.zeros(len(stays.long_stay), bool)
-        own[part] = True
-        values = stays.values[np.repeat(own, np.diff(stays.starts))].astype(np.float64)
+        mask = np.zeros(len(stays.long_stay), bool)
+        mask[part] = True
+        values = stays.values[np.repeat(mask, np.diff(stays.starts))].astype(np.float64)
         count = np.maximum(np.isfinite(values).sum(axis=0), 1)
         mean = np.nansum(values, axis=0) / count
         deviation = np.sqrt(np.nansum((values - mean) ** 2, axis=0) / count)
@@ -187,9 +187,9 @@ def dense(stays: Stays, part: np.ndarray, longest: int, scale: Scale) -> np.ndar
     for row, number in enumerate(part):
         begin = int(stays.starts[number])
         end = min(int(stays.starts[number + 1]), begin + longest)
-        own = inputs[row, longest - (end - begin) :]
-        own[:, :-1] = (stays.values[begin:end] - scale.mean) / scale.deviation
-        own[:, -1] = stays.hours[begin:end] / np.float32(HOURS)
+        sequence = inputs[row, longest - (end - begin) :]
+        sequence[:, :-1] = (stays.values[begin:end] - scale.mean) / scale.deviation
+        sequence[:, -1] = stays.hours[begin:end] / np.float32(HOURS)
     return inputs
 
 
@@ -222,8 +222,8 @@ def _cached(path: Path) -> Stays | None:
         return None
     count, times = len(stays.long_stay), len(stays.hours)
     shapes = ((count + 1,), (times,), (times, len(VARIABLES)), (count,), (count,))
-    whole = all(one.shape == shape for one, shape in zip(stays, shapes, strict=False))
-    return stays if whole and stays.starts[-1] == times else None
+    complete = all(array.shape == shape for array, shape in zip(stays, shapes, strict=False))
+    return stays if complete and stays.starts[-1] == times else None
 
 
 def _keep(path: Path, stays: Stays) -> None:

@@ -38,8 +38,8 @@ def table(
     """
     row = 0
     try:
-        opened = gzip.open if path.suffix == ".gz" else open
-        with opened(path, "rt", encoding="utf-8", newline="") as file:
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8", newline="") as file:
             reader = csv.reader(file, strict=True)
             title = [name.strip().upper() for name in next(reader, [])]
             row = reader.line_num

@@ -10,7 +10,7 @@ import array
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,8 +23,9 @@ END = "<eos>"  # stands at the end of every line of words, as in AWD-LSTM's read
 PARTS = ("train", "validation", "test")
 
 _HEADING = re.compile(r" = [^=].* = \n")  # of an article of WikiText; a section has more signs
-_HELD_OUT_TOPICS = 0.1  # of Python's topics, in each held-out part
+_HELD_OUT_TOPICS = 0.1  # of the characters, in each held-out part, up to the end of a topic
 _TOPICS_SEED = 42
+_PASSAGE = 150  # characters of a paragraph that two topics do not share by chance
 
 
 class Part(NamedTuple):
@@ -113,26 +114,45 @@ def topics() -> Corpus:
     """The documentation of Python's language, by character; each topic is an article.
 
     It differs a little from one version of Python to the next. Its characters are known to all
-    parts.
+    parts. Topics that repeat others are left out, so that no part has the text of another.
     """
-    from pydoc_data import topics as shipped
+    from pydoc_data import topics as documentation
 
-    texts: dict[str, str] = shipped.topics
+    texts = _without_repetition(documentation.topics)
     order = np.random.RandomState(_TOPICS_SEED).permutation(sorted(texts))
-    held_out = max(1, round(len(order) * _HELD_OUT_TOPICS))
-    split = np.split(order, [held_out, 2 * held_out])
-    everything = "".join(texts[name] for name in sorted(texts))
-    numbers = {char: at for at, char in enumerate(_by_frequency(everything))}
+    ends = np.cumsum([len(texts[name]) for name in order])
+    share = _HELD_OUT_TOPICS * ends[-1]
+    split = np.split(order, np.searchsorted(ends, [share, 2 * share]) + 1)
+    full_text = "".join(texts[name] for name in sorted(texts))
+    numbers = {char: number for number, char in enumerate(_by_frequency(full_text))}
 
     def part(names: Iterable[str]) -> Part:
-        chars = [texts[name] for name in names]
-        tokens = np.array([numbers[char] for text in chars for char in text], np.int32)
+        topic_texts = [texts[name] for name in names]
+        tokens = np.array([numbers[char] for text in topic_texts for char in text], np.int32)
         starts = np.zeros(len(tokens), bool)
-        starts[np.cumsum([0, *map(len, chars[:-1])])] = True
+        starts[np.cumsum([0, *map(len, topic_texts[:-1])])] = True
         return Part(tokens, starts)
 
     validation, test, train = split
     return Corpus(tuple(numbers), part(train), part(validation), part(test))
+
+
+def _without_repetition(texts: Mapping[str, str]) -> dict[str, str]:
+    """The texts, longest first, but for those that stand in a longer one or share a passage with
+    it: the topic "if" is a section of "compound"."""
+    selection: dict[str, str] = {}
+    passages: set[str] = set()
+    everything = ""
+    for name in sorted(texts, key=lambda name: (-len(texts[name]), name)):
+        paragraphs = [" ".join(paragraph.split()) for paragraph in texts[name].split("\n\n")]
+        own_passages = {paragraph for paragraph in paragraphs if len(paragraph) >= _PASSAGE}
+        body = "\n".join(paragraphs[1:])  # a section has another line under its title
+        if own_passages & passages or body in everything:
+            continue
+        selection[name] = texts[name]
+        passages |= own_passages
+        everything += "\n".join([*paragraphs, ""])
+    return selection
 
 
 def _by_frequency(text: Sequence[str]) -> list[str]:
@@ -158,7 +178,7 @@ def read(name: str, data_dir: str | None, level: str) -> Corpus:
     text = TEXTS[name]
     paths = _find(text, data_dir)
     numbers: dict[str, int] = {}
-    parts = [_part(path, numbers, level, learn=not at) for at, path in enumerate(paths)]
+    parts = [_part(path, numbers, level, learn=not index) for index, path in enumerate(paths)]
     if text.tokens is not None and level == "word":
         for path, part, count in zip(paths, parts, text.tokens, strict=True):
             if len(part.tokens) != count:
@@ -177,7 +197,7 @@ def read(name: str, data_dir: str | None, level: str) -> Corpus:
     rank[order] = np.arange(len(order), dtype=np.int32)
     words = tuple(numbers)
     return Corpus(
-        tuple(words[at] for at in order),
+        tuple(words[number] for number in order),
         *(Part(rank[part.tokens], part.starts) for part in parts),
     )
 
@@ -216,9 +236,9 @@ def _part(path: Path, numbers: dict[str, int], level: str, learn: bool) -> Part:
             tokens.append(number)
     if len(tokens) < 2:
         raise UserError(f"{path} is damaged: it has {len(tokens)} tokens, a text at least 2.")
-    begins = np.zeros(len(tokens), bool)
-    begins[np.array([0, *starts])] = True
-    return Part(np.array(tokens, np.int32), begins)
+    start_mask = np.zeros(len(tokens), bool)
+    start_mask[np.array([0, *starts])] = True
+    return Part(np.array(tokens, np.int32), start_mask)
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -260,14 +280,14 @@ def ngram_perplexities(corpus: Corpus, part: Part, longest: int) -> list[float]:
         totals = np.bincount(
             np.searchsorted(contexts, pairs // size), pair_counts, minlength=len(contexts)
         )
-        at = np.clip(np.searchsorted(contexts, part_contexts), 0, len(contexts) - 1)
-        seen = contexts[at] == part_contexts
+        places = np.clip(np.searchsorted(contexts, part_contexts), 0, len(contexts) - 1)
+        matches = contexts[places] == part_contexts
         part_pairs = part_contexts * size + words[length - 1 :]
         pair = np.clip(np.searchsorted(pairs, part_pairs), 0, len(pairs) - 1)
         count = np.where(pairs[pair] == part_pairs, pair_counts[pair], 0)
         lower = p[length - 1 :]
-        better = (count + kinds[at] * lower) / (totals[at] + kinds[at])
-        p = np.concatenate([p[: length - 1], np.where(seen, better, lower)])
+        estimate = (count + kinds[places] * lower) / (totals[places] + kinds[places])
+        p = np.concatenate([p[: length - 1], np.where(matches, estimate, lower)])
         perplexities.append(float(np.exp(-np.log(p).mean())))
     return perplexities
 

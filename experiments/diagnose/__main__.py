@@ -27,8 +27,15 @@ def define(values: FlagValues) -> None:
     """Defines the flags of this binary."""
     from experiments.command import flags
 
-    for one in fields.declared(FreshParameters).values():
-        flags.add(values, one.flag, one.meaning, one.kind, several=one.several, choices=one.choices)
+    for setting in fields.declared(FreshParameters).values():
+        flags.add(
+            values,
+            setting.flag,
+            setting.meaning,
+            setting.kind,
+            several=setting.several,
+            choices=setting.choices,
+        )
     meaning = "a finished run of a task with examples (copy, pixels, stay...), instead of --cell"
     flags.add(values, "workdir", meaning)
     figure = "the cell's figures, or the refine gate's; default: cell"
@@ -60,7 +67,11 @@ def begin(flag_values: dict[str, Any]) -> None:
 
     if "workdir" in flag_values:
         workdir = Path(flag_values["workdir"])
-        supervised = [one for one in EXPERIMENTS if issubclass(one.task(), SupervisedTask)]
+        supervised = [
+            experiment
+            for experiment in EXPERIMENTS
+            if issubclass(experiment.task(), SupervisedTask)
+        ]
         finished = runs.finished(workdir, supervised)
         name, default = workdir.resolve().name, workdir / "figures"
         measurements.measure_run(finished, name, options.steps, directory(default))
@@ -81,9 +92,9 @@ def _options(flag_values: dict[str, Any]) -> FreshParameters:
     elif flag_values.get("figure") == "gates":
         reason = "is for a cell: --figure=gates is of the refine gate alone"
         _refuse_others(flag_values, _OF_THE_REFINE_GATE, reason)
-    known = fields.declared(FreshParameters)
+    declarations = fields.declared(FreshParameters)
     values = {name: entry.value for name, entry in fields.defaults(FreshParameters)}
-    values |= {name: value for name, value in flag_values.items() if name in known}
+    values |= {name: value for name, value in flag_values.items() if name in declarations}
     options = FreshParameters(**values)
     fields.check_all(options)
     if options.recurrent:
@@ -91,9 +102,11 @@ def _options(flag_values: dict[str, Any]) -> FreshParameters:
     return options
 
 
-def _refuse_others(flag_values: dict[str, Any], used: tuple[str, ...], reason: str) -> None:
+def _refuse_others(
+    flag_values: dict[str, Any], allowed_names: tuple[str, ...], reason: str
+) -> None:
     for name in flag_values:
-        if name not in used:
+        if name not in allowed_names:
             raise UserError(f"--{name} {reason}.")
 
 

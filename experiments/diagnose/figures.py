@@ -110,9 +110,9 @@ def gradient_paths(
             axes.axhline(1, color="0.6", linewidth=0.8, zorder=0)
             axes.grid(alpha=0.25, linewidth=0.6)
             axes.set_xlim(0, max(table.shape[-1] for table in lines.values()) - 1)
-        shown_values = [value for value in extent if value > 0]
-        low = max(min(shown_values, default=1), _FLOOR)
-        row[0].set_ylim(low / 10, 100 * max(shown_values, default=1))
+        positive_values = [value for value in extent if value > 0]
+        low = max(min(positive_values, default=1), _FLOOR)
+        row[0].set_ylim(low / 10, 100 * max(positive_values, default=1))
         row[0].set_ylabel("|d state$_T$ / d state$_t$|, spectral norm")
         handles, labels = row[0].get_legend_handles_labels()
         figure.legend(
@@ -166,7 +166,7 @@ def gate_histograms(
         for index, (moment, means) in enumerate(moments.items()):
             grid[index, 0].set_ylabel(f"units, {moment}" if moment else "units")
             for axes, (name, values) in zip(grid[index], means.items(), strict=True):
-                signed = min(whole[name].min() for whole in moments.values()) < 0
+                signed = min(gates[name].min() for gates in moments.values()) < 0
                 axes.hist(
                     values,
                     bins=50,

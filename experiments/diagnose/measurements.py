@@ -76,20 +76,20 @@ def measure_cell(cell: Cell, options: FreshParameters, out: Path) -> None:
     title = f"{name}  ·  {y.shape[-1]} units  ·  {draws} draws of parameters"
 
     figures.criteria(results, verdicts, f"{title}, times 1 and 3", out / "criteria.png")
-    drawn = ["criteria.png"]
+    files = ["criteria.png"]
     scales = {"parameters as drawn": 1, "parameters times 3": 3}
     scaled = {name: desiderata.scaled(stacked, scale) for name, scale in scales.items()}
-    drawn += _gradient_paths(
+    files += _gradient_paths(
         cell, {name: (params, xs[:, :, 0]) for name, params in scaled.items()}, title, out
     )
     means = _gate_means(cell, stacked, xs)
     if not means:
         print("\nThis cell names no gates: neither their histograms nor timescales are drawn.")
     else:
-        drawn += _gates({"": means}, title, out)
+        files += _gates({"": means}, title, out)
     if "f" in means:
-        drawn += _timescales(cell, key, D, name, out)
-    print("\n" + "\n".join(f"drew {out / name}" for name in drawn))
+        files += _timescales(cell, key, D, name, out)
+    print("\n" + "\n".join(f"drew {out / name}" for name in files))
 
 
 def measure_run(finished: Finished, name: str, steps: int, out: Path) -> None:
@@ -116,29 +116,29 @@ def measure_run(finished: Finished, name: str, steps: int, out: Path) -> None:
     _check_memory({"Jacobians": len(lanes) * T * _width(cell) ** 2}, "--steps")
     valid = finished.valid(_GATE_BATCH)
     places = np.flatnonzero(valid[:, 0])[:T]  # of the first sequence, without its padding
-    measured, means = {}, {}
-    for moment, of in (("before", learner.initial().params), ("after", finished.params)):
-        whole = [finished.lane(of, lane) for lane in lanes]
-        params = _stacked([one["recurrent"]["cell"] for one in whole])
-        xs = jnp.stack([finished.features(one, _GATE_BATCH) for one in whole])
-        measured[f"{moment} training"] = params, xs[:, places, 0]
+    cases, means = {}, {}
+    for moment, moment_params in (("before", learner.initial().params), ("after", finished.params)):
+        lane_params = [finished.lane(moment_params, lane) for lane in lanes]
+        params = _stacked([tree["recurrent"]["cell"] for tree in lane_params])
+        xs = jnp.stack([finished.features(tree, _GATE_BATCH) for tree in lane_params])
+        cases[f"{moment} training"] = params, xs[:, places, 0]
         if gates := _gate_means(cell, params, xs, valid):
             means[f"{moment} training"] = gates
-    several = f"{len(lanes)} runs" if len(lanes) > 1 else "one run"
-    model, trained = finished.config.model, finished.summary["steps"]
-    title = f"{model.cell}  ·  {model.hidden_size} units  ·  {several} in {name}"
-    which = "" if finished.state.best is None else ", with the best parameters of that time"
-    print(f"{name}: {model.cell} before and after {trained} steps of training{which}", flush=True)
-    drawn = _gradient_paths(cell, measured, title, out)
+    runs_text = f"{len(lanes)} runs" if len(lanes) > 1 else "one run"
+    model, step_count = finished.config.model, finished.summary["steps"]
+    title = f"{model.cell}  ·  {model.hidden_size} units  ·  {runs_text} in {name}"
+    note = "" if finished.state.best is None else ", with the best parameters of that time"
+    print(f"{name}: {model.cell} before and after {step_count} steps of training{note}", flush=True)
+    files = _gradient_paths(cell, cases, title, out)
     if not means:
         print("\nThis cell names no gates: neither they nor timescales are measured.")
     else:
-        drawn += _gates(means, title, out)
+        files += _gates(means, title, out)
     for moment, gates in means.items():
         if "f" in gates:
             values = np.asarray(analysis.timescales(jnp.asarray(gates["f"])))
             print(f"\ntimescales 1/(1-f) {moment}, {_middle(values)}")
-    print("\n" + "\n".join(f"drew {out / name}" for name in drawn))
+    print("\n" + "\n".join(f"drew {out / name}" for name in files))
 
 
 def _stacked(trees: list[Any]) -> Any:
@@ -181,10 +181,10 @@ def _check_memory(numbers: Mapping[str, int], flags: str) -> None:
     """Refuses so many float32 numbers of each kind, if all of them together are too many."""
     need = 4.0 * sum(numbers.values())
     if need > _MEMORY:
-        most = max(numbers, key=lambda kind: numbers[kind])
+        largest_kind = max(numbers, key=lambda kind: numbers[kind])
         raise UserError(
             f"this needs {need / 1e9:,.0f} GB of memory, and {_MEMORY / 1e9:.0f} are the most "
-            f"that is measured with; most of it is for {most}: lower {flags}."
+            f"that is measured with; most of it is for {largest_kind}: lower {flags}."
         )
 
 
@@ -214,21 +214,21 @@ def table(results: Any, expected: Any) -> str:
     if expected:
         lines += ["", "expected because"]
         lines += [f"{r.number} {e.because}" for r, e in zip(results, expected, strict=True)]
-        wrong = [r.number for r, e in zip(results, expected, strict=True) if r.met != e.met]
-        agree = f"all but {', '.join(map(str, wrong))}" if wrong else "all five"
-        lines += ["", f"measured as expected: {agree}"]
+        mismatches = [r.number for r, e in zip(results, expected, strict=True) if r.met != e.met]
+        agreement = f"all but {', '.join(map(str, mismatches))}" if mismatches else "all five"
+        lines += ["", f"measured as expected: {agreement}"]
     return "\n".join(line.rstrip() for line in lines)
 
 
 def _gradient_paths(
-    cell: Any, measured: Mapping[str, tuple[Any, Any]], title: str, out: Path
+    cell: Any, cases: Mapping[str, tuple[Any, Any]], title: str, out: Path
 ) -> list[str]:
     """Norms against the gap: a panel for each name's parameters ``[draws]`` and inputs
     ``[draws, T, D]``."""
     panels: dict[str, dict[str, np.ndarray]] = {}
     extras: dict[str, dict[str, np.ndarray]] = {}
     paths = jax.jit(jax.vmap(lambda p, x: analysis.gradient_paths(cell, p, x)))
-    for name, (params, xs) in measured.items():
+    for name, (params, xs) in cases.items():
         norms = {key: np.asarray(value) for key, value in paths(params, xs).items()}
         if isinstance(cell, FlaxCell):
             norms.popitem()  # its last field is y, which only goes out
@@ -249,9 +249,11 @@ def _gradient_paths(
                 "upper bound by U": np.asarray(bounds.upper),
                 "lower bound by U": np.asarray(bounds.lower),
             }
-        last = {label: float(np.median(value[:, -1])) for label, value in panels[name].items()}
-        said = ", ".join(f"{label} {value:.1f}" for label, value in last.items())
-        print(f"\nlog10 |d state_T / d state_t| at gap {xs.shape[1]}, {name}: {said}")
+        last_values = {
+            label: float(np.median(value[:, -1])) for label, value in panels[name].items()
+        }
+        summary = ", ".join(f"{label} {value:.1f}" for label, value in last_values.items())
+        print(f"\nlog10 |d state_T / d state_t| at gap {xs.shape[1]}, {name}: {summary}")
     figures.gradient_paths(panels, extras, title, out / "gradient_paths.png")
     return ["gradient_paths.png"]
 
@@ -286,8 +288,8 @@ def _gates(moments: Mapping[str, Mapping[str, np.ndarray]], title: str, out: Pat
         text = "  ".join(
             f"{k} {v.mean():.3f} ({v.min():.3f} to {v.max():.3f})" for k, v in means.items()
         )
-        when = f" {moment}" if moment else ""
-        print(f"\ngates{when}, mean and range over units: {text}")
+        label = f" {moment}" if moment else ""
+        print(f"\ngates{label}, mean and range over units: {text}")
     figures.gate_histograms(moments, title, out / "gate_histograms.png")
     return ["gate_histograms.png"]
 
@@ -302,12 +304,12 @@ def _timescales(cell: Any, key: Any, in_features: int, name: str, out: Path) -> 
     print(f"\ntimescales 1/(1-f) at the start, {_middle(values)}")
     if law is not None:
         print(f"distance from {law.name}: {gate_theory.distance(values, law):.3f}")
-    of = "of r, " if isinstance(cell, GATO) else ""
+    qualifier = "of r, " if isinstance(cell, GATO) else ""
     figures.timescales(
         values,
         law,
         gate_theory.timescale_laws(),
-        f"{name}  ·  decay periods {of}at the start, {values.size} units",
+        f"{name}  ·  decay periods {qualifier}at the start, {values.size} units",
         out / "timescales.png",
     )
     return ["timescales.png"]
@@ -315,8 +317,8 @@ def _timescales(cell: Any, key: Any, in_features: int, name: str, out: Path) -> 
 
 def _middle(values: np.ndarray) -> str:
     ranks = np.round(np.array([0.01, 0.5, 0.99]) * (values.size - 1)).astype(int)
-    middle = np.sort(np.ravel(values))[ranks]  # some may be infinite
-    return "1%, 50%, 99% of units: " + ", ".join(f"{v:.3g}" for v in middle)
+    quantiles = np.sort(np.ravel(values))[ranks]  # some may be infinite
+    return "1%, 50%, 99% of units: " + ", ".join(f"{v:.3g}" for v in quantiles)
 
 
 def measure_refine_gate(seed: int, out: Path) -> None:
@@ -333,7 +335,7 @@ def measure_refine_gate(seed: int, out: Path) -> None:
     longest = second["longest"] / second["period"] ** 2
     third = gate_theory.master_gate_means()
     fourth = gate_theory.tied_master_gates(grid[:, None], grid[None])
-    apart = np.abs(fourth["master_gate"] - fourth["refine_gate"]).max()
+    gap = np.abs(fourth["master_gate"] - fourth["refine_gate"]).max()
     bounds = gate_theory.gradient_bounds(grid)
     lines = [
         f"proposition 1: decay periods of uniform gates are Pareto of shape {first['shape']:.3f} "
@@ -342,7 +344,7 @@ def measure_refine_gate(seed: int, out: Path) -> None:
         f"{shortest.max():.3f} times D/2, the longest {longest.min():.3f} times D^2",
         f"proposition 3: E[f^ + i^] = {third['sum']:.4f} (5/6 = {5 / 6:.4f}), "
         f"E[f^] = {third['f']:.4f} (5/12 = {5 / 12:.4f})",
-        f"proposition 4: tied, rescaled master gates and the refine gate differ by {apart:.1e}",
+        f"proposition 4: tied, rescaled master gates and the refine gate differ by {gap:.1e}",
         f"gradient with a refine gate over that without: {bounds.lower_ratio.min():.3f} to "
         f"{bounds.upper_ratio.max():.3f}",
     ]

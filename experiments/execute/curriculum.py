@@ -55,11 +55,11 @@ def after(climb: Climb, loss: jax.Array, every: int, threshold: float, last: int
     gathered = climb.gathered + due
     change = (losses[-1] - losses[0]) / (_LOSSES - 1)  # the mean of the changes between them
     settled = change < threshold * losses.mean()
-    left = due & (gathered >= _LOSSES) & settled & (climb.level < last)
+    advance = due & (gathered >= _LOSSES) & settled & (climb.level < last)
     return Climb(
-        level=climb.level + left,
+        level=climb.level + advance,
         losses=losses,
-        gathered=jnp.where(left, 0, gathered),
+        gathered=jnp.where(advance, 0, gathered),
         total=jnp.where(due, 0, total),
         steps=jnp.where(due, 0, steps),
     )

@@ -96,7 +96,7 @@ def free_answers(apply: Apply, params: Any, window: Window) -> jax.Array:
       window: programs of a grammar whose answers are read.
     """
     tokens, first = window.tokens, window.first
-    last = jnp.take_along_axis(tokens, first[None], axis=0)  # of the program
+    last_tokens = jnp.take_along_axis(tokens, first[None], axis=0)  # of the program
     carry, _ = apply(params, tokens, first, 1, seq_lengths=first)
 
     def step(state: Any, _: None) -> tuple[Any, jax.Array]:
@@ -105,5 +105,5 @@ def free_answers(apply: Apply, params: Any, window: Window) -> jax.Array:
         token = jnp.argmax(logits, axis=-1).astype(tokens.dtype)
         return (carry, token), token[0]
 
-    _, answers = jax.lax.scan(step, (carry, last), None, length=len(window.answers))
+    _, answers = jax.lax.scan(step, (carry, last_tokens), None, length=len(window.answers))
     return answers

@@ -117,7 +117,7 @@ class Programs:
         characters = source.grammar.characters.encode()
         numbers = bytes(range(BLANK + 1, BLANK + 1 + len(characters)))
         self._numbers = bytes.maketrans(_BLANK.encode() + characters, bytes([BLANK]) + numbers)
-        self._kept: dict[tuple[str, int, bytes], Window] = {}
+        self._windows: dict[tuple[str, int, bytes], Window] = {}
 
     def read(self, seed: int, step: int, rows: np.ndarray) -> Window:
         """The programs of a step, with those of every level; see ``Streamed``."""
@@ -127,11 +127,11 @@ class Programs:
     def read_held_out(self, name: str, index: int, rows: np.ndarray) -> Window:
         """The programs of a held-out window; they are made once."""
         key = name, index, rows.tobytes()
-        if key not in self._kept:
+        if key not in self._windows:
             first = index * held_out_rows(self._held_out)
             numbers = [first + row for row in rows.tolist()]
-            self._kept[key] = self._window(name, 0, numbers)
-        return self._kept[key]
+            self._windows[key] = self._window(name, 0, numbers)
+        return self._windows[key]
 
     def _window(self, part: str, seed: int, numbers: Sequence[int]) -> Window:
         """The programs of some numbers; those beyond a held-out set leave their rows empty."""
@@ -144,13 +144,13 @@ class Programs:
             for number in numbers
             for level in levels
         ]
-        read = [text + answer[:-1] if forced else text for text, answer in programs]
+        inputs = [text + answer[:-1] if forced else text for text, answer in programs]
         answers = [answer for _, answer in programs]
         shape = len(numbers), len(levels)
         steps, characters = window_steps(source.grammar, self._program_steps)
         first = [max(0, len(text) - 1) if forced else len(text) for text, _ in programs]
         return Window(
-            self._numbered(read, steps, shape),
+            self._numbered(inputs, steps, shape),
             self._numbered(answers, characters, shape),
             np.array(first, np.int32).reshape(shape),
             np.array([len(answer) for answer in answers], np.int32).reshape(shape),
@@ -158,8 +158,8 @@ class Programs:
 
     def _numbered(self, texts: Sequence[str], steps: int, shape: tuple[int, int]) -> np.ndarray:
         """Texts as numbers of characters, with blanks behind them, uint8 ``[steps, *shape]``."""
-        joined = "".join(text.ljust(steps, _BLANK) for text in texts)
-        numbers = np.frombuffer(joined.encode().translate(self._numbers), np.uint8)
+        joined_text = "".join(text.ljust(steps, _BLANK) for text in texts)
+        numbers = np.frombuffer(joined_text.encode().translate(self._numbers), np.uint8)
         return np.moveaxis(numbers.reshape(*shape, steps), -1, 0)
 
 

@@ -51,8 +51,8 @@ class Santoro(Grammar):
 
         value = literal()
         text = str(value)
-        for at in range(nesting):
-            text = f"({text})" if at else text
+        for index in range(nesting):
+            text = f"({text})" if index else text
             operation = draw.choice(OPERATIONS[self.category])
             value, text = _applied(operation, value, text, literal, draw)
         return Program(text, str(value % 10 ** (length + 1)))
@@ -61,7 +61,8 @@ class Santoro(Grammar):
     def program_characters(self) -> int:
         parentheses = 2 * (self.nesting - 1)
         longest = max(
-            _CHARACTERS[one] + _LITERALS[one] * self.length for one in OPERATIONS[self.category]
+            _CHARACTERS[operation] + _LITERALS[operation] * self.length
+            for operation in OPERATIONS[self.category]
         )
         return self.length + self.nesting * longest + parentheses
 
@@ -72,13 +73,16 @@ class Santoro(Grammar):
     @property
     def count(self) -> int:
         literals = 9 * 10 ** (self.length - 1)
-        ways = sum(_FORMS[one] * literals ** _LITERALS[one] for one in OPERATIONS[self.category])
+        ways = sum(
+            _FORMS[operation] * literals ** _LITERALS[operation]
+            for operation in OPERATIONS[self.category]
+        )
         return literals * ways**self.nesting
 
     def levels(self) -> list[tuple[int, int]]:
         """The length rises first, then the nesting."""
-        longer = [(length, 1) for length in range(1, self.length + 1)]
-        return longer + [(self.length, nesting) for nesting in range(2, self.nesting + 1)]
+        levels = [(length, 1) for length in range(1, self.length + 1)]
+        return levels + [(self.length, nesting) for nesting in range(2, self.nesting + 1)]
 
     def combined(self, draw: Random, level: tuple[int, int]) -> tuple[int, int]:
         """Each uniform, from 1 to the level's."""
@@ -102,5 +106,5 @@ def _applied(
         return value + times * b, f"x={text}for[{times}]x+={b}"
     c, d = literal(), literal()
     less = draw.random() < 0.5
-    chosen = value if (b < c if less else b > c) else d
-    return chosen, f"{text}if{b}{'<' if less else '>'}{c}else{d}"
+    result = value if (b < c if less else b > c) else d
+    return result, f"{text}if{b}{'<' if less else '>'}{c}else{d}"

@@ -42,13 +42,13 @@ class Examples:
         (level,) = source.levels(watched)
         self._programs = [source.program(watched, 0, number, level) for number in range(count)]
         self._grammar = source.grammar
-        read = Programs(source, task.room, count).read_held_out(watched, 0, np.arange(count))
-        window = at_level(read, 0)
+        full_window = Programs(source, task.room, count).read_held_out(watched, 0, np.arange(count))
+        window = at_level(full_window, 0)
 
-        def told(params: Any) -> jax.Array:
+        def answers(params: Any) -> jax.Array:
             return task.told(learner.apply, params, window)
 
-        self._told = jax.jit(told)
+        self._answers = jax.jit(answers)
 
     def text(self, params: Any) -> str:
         """Each program with its answer and the model's.
@@ -56,17 +56,17 @@ class Examples:
         Args:
           params: of one lane.
         """
-        told = np.asarray(self._told(params)).T
-        pairs = zip(self._programs, told, strict=True)
+        answers = np.asarray(self._answers(params)).T
+        pairs = zip(self._programs, answers, strict=True)
         return "\n".join(self._example(program, numbers) for program, numbers in pairs)
 
     def _example(self, program: Program, numbers: np.ndarray) -> str:
         characters = "_" + self._grammar.characters  # a blank is never right
-        told = "".join(characters[number] for number in numbers)
+        answer = "".join(characters[number] for number in numbers)
         if self._grammar.forced:  # the model says where its answer ends
-            told = told[: told.find(".") + 1] or told
+            answer = answer[: answer.find(".") + 1] or answer
         else:
-            told = told[: len(program.answer)]
+            answer = answer[: len(program.answer)]
         lines = program.text.replace("#", "\n").removesuffix("@")
-        verdict = "right" if told == program.answer else f"wrong, {program.answer}"
-        return f"{lines}\n    {told}  {verdict}"
+        verdict = "right" if answer == program.answer else f"wrong, {program.answer}"
+        return f"{lines}\n    {answer}  {verdict}"

@@ -85,12 +85,15 @@ class ExecuteTask(ExecuteSettings, BaseTask):
     @property
     def metrics(self) -> tuple[Metric, ...]:
         accuracy, exact, loss = _commonest(self.source, self.held_out_programs)
-        named = "commonest characters"
-        metrics = [Metric("accuracy", True, accuracy, named), Metric("exact", True, exact, named)]
+        baseline_name = "commonest characters"
+        metrics = [
+            Metric("accuracy", True, accuracy, baseline_name),
+            Metric("exact", True, exact, baseline_name),
+        ]
         if self.programs.forced:
-            metrics.append(Metric("free_accuracy", True, accuracy, named))
-            metrics.append(Metric("free_exact", True, exact, named))
-        return (*metrics, Metric("loss", False, loss, named))
+            metrics.append(Metric("free_accuracy", True, accuracy, baseline_name))
+            metrics.append(Metric("free_exact", True, exact, baseline_name))
+        return (*metrics, Metric("loss", False, loss, baseline_name))
 
     def check(self) -> None:
         programs = self.programs
@@ -168,17 +171,17 @@ class ExecuteTask(ExecuteSettings, BaseTask):
         if train:
             return Outcome(total, {}, stream)
 
-        def scores(told: jax.Array) -> list[Any]:
-            right = told == answers
-            whole = (right | ~counts).all(axis=0) & (window.size > 0)
+        def scores(guesses: jax.Array) -> list[Any]:
+            matches = guesses == answers
+            exact = (matches | ~counts).all(axis=0) & (window.size > 0)
             programs = (window.size > 0).sum(dtype=jnp.float32)
-            hits = (right & counts).sum(dtype=jnp.float32)
-            return [(hits, characters), (whole.sum(dtype=jnp.float32), programs)]
+            hits = (matches & counts).sum(dtype=jnp.float32)
+            return [(hits, characters), (exact.sum(dtype=jnp.float32), programs)]
 
         sums = dict(zip(("accuracy", "exact"), scores(jnp.argmax(logits, axis=-1)), strict=True))
         if self.programs.forced:
-            told = scores(free_answers(apply, params, window).astype(jnp.int32))
-            sums |= dict(zip(("free_accuracy", "free_exact"), told, strict=True))
+            free_scores = scores(free_answers(apply, params, window).astype(jnp.int32))
+            sums |= dict(zip(("free_accuracy", "free_exact"), free_scores, strict=True))
         return Outcome(total, {**sums, "loss": total}, stream)
 
     def told(self, apply: Apply, params: Any, window: Window) -> jax.Array:
@@ -218,8 +221,8 @@ def _commonest(source: Source, count: int) -> tuple[float, float, float]:
     (level,) = source.levels("test")
     answers = [source.program("test", 0, number, level).answer for number in range(count)]
     places = [
-        np.array([ord(answer[at]) for answer in answers if at < len(answer)])
-        for at in range(max(map(len, answers)))
+        np.array([ord(answer[index]) for answer in answers if index < len(answer)])
+        for index in range(max(map(len, answers)))
     ]
     hits, entropy, guess = 0, 0.0, ""
     for characters in places:

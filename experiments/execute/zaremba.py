@@ -43,21 +43,23 @@ class Zaremba(Grammar):
         _, nesting = hardness()
         names = draw.sample(NAMES, nesting)
         lines = ""
-        last: list[_Term] = []
+        previous_terms: list[_Term] = []
 
         def operands(count: int) -> list[_Term]:
-            literals = [draw.randint(1, 10 ** hardness()[0]) for _ in range(count - len(last))]
-            drawn = last + [_Term(str(literal), literal) for literal in literals]
-            draw.shuffle(drawn)
-            return drawn
+            literals = [
+                draw.randint(1, 10 ** hardness()[0]) for _ in range(count - len(previous_terms))
+            ]
+            terms = previous_terms + [_Term(str(literal), literal) for literal in literals]
+            draw.shuffle(terms)
+            return terms
 
         def small() -> int:
             return draw.randint(1, 4 * hardness()[0])
 
         for name in names:
             line, term = _applied(draw.choice(OPERATIONS), name, operands, small, draw)
-            lines, last = lines + line, [term]
-        (term,) = last
+            lines, previous_terms = lines + line, [term]
+        (term,) = previous_terms
         return Program(f"{lines}print({term.text})@", f"{term.value}.")
 
     @property
@@ -112,9 +114,9 @@ def _applied(
     if operation == "ifstat":
         a, b, c, d = operands(4)
         less = draw.random() < 0.5
-        chosen = c if (a.value < b.value if less else a.value > b.value) else d
+        result = c if (a.value < b.value if less else a.value > b.value) else d
         text = f"({c.text} if {a.text}{'<' if less else '>'}{b.text} else {d.text})"
-        return "", _Term(text, chosen.value)
+        return "", _Term(text, result.value)
     a, b = operands(2)
     sign, factor = ("+", 1) if draw.random() < 0.5 else ("-", -1)
     if operation == "small_loop":

@@ -44,12 +44,12 @@ def band(
     A lane without a number is infinitely bad, and so may a line be: NaN there, and where no lane
     has a number.
     """
-    alive = np.isfinite(values)
-    whole = np.where(alive, values, -_BAD if higher_is_better else _BAD)
+    finite = np.isfinite(values)
+    numbers = np.where(finite, values, -_BAD if higher_is_better else _BAD)
     if style == "mean":
-        lines = np.stack([whole.mean(axis=1), whole.min(axis=1), whole.max(axis=1)])
+        lines = np.stack([numbers.mean(axis=1), numbers.min(axis=1), numbers.max(axis=1)])
     else:
-        lines = np.quantile(whole, (0.5, 0.25, 0.75), axis=1)
+        lines = np.quantile(numbers, (0.5, 0.25, 0.75), axis=1)
     middle, lower, upper = np.where(np.abs(lines) < _BAD / 1e6, lines, np.nan)
     return middle, lower, upper
 

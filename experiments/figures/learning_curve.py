@@ -34,44 +34,50 @@ def draw(config: Config, work: Workdir, say: Callable[[str], None]) -> None:
     metric = config.task.metrics[0]
     watched = next(name for name, value in rows[-1].items() if isinstance(value, dict))
     examples = np.array([row[config.task.unit] for row in rows])
-    higher = {own.name: own.higher_is_better for own in config.task.metrics}
+    directions = {
+        task_metric.name: task_metric.higher_is_better for task_metric in config.task.metrics
+    }
     panels = [
         Panel(
             f"training {name}",
             name,
-            higher.get(name, False),
+            directions.get(name, False),
             [row[f"train_{name}"] for row in rows],
         )
         for name in ("loss", *config.task.train_scores)
     ]
-    told = f"{watched.replace('_', '-')}\n{metric.name}"
+    title = f"{watched.replace('_', '-')}\n{metric.name}"
     score = [row[watched][metric.name] for row in rows]
-    panels.append(Panel(told, metric.name, metric.higher_is_better, score))
+    panels.append(Panel(title, metric.name, metric.higher_is_better, score))
 
     path = work.path / "figures" / "learning_curve.png"
     with page(path, 6.4, 1.6 + 2 * len(panels), _title(config), of_a_run=True) as figure:
-        every = figure.subplots(len(panels), 1, sharex=True)
+        panel_axes = figure.subplots(len(panels), 1, sharex=True)
         diverged = rows[-1]["diverged"]
         labels = _labels(config, diverged)
-        for axes, panel in zip(every, panels, strict=True):
+        for axes, panel in zip(panel_axes, panels, strict=True):
             table = np.array(panel.values, float)  # None is NaN
             curves = _curves(config, examples, table, labels)
             draw_curves(axes, curves, "mean", panel.higher_is_better)
-            levels = [own for own in config.task.metrics if own.name == panel.metric]
+            levels = [
+                task_metric
+                for task_metric in config.task.metrics
+                if task_metric.name == panel.metric
+            ]
             for level in levels:
                 draw_baseline(axes, level)
             axes.set_ylabel(panel.title.replace("_", " "))
             if panel.higher_is_better:  # probabilities in [0, 1], or rewards
-                shown = np.append(table, [level.baseline for level in levels])
-                axes.set_ylim(np.nanmin(shown, initial=0), 1.03 * np.nanmax(shown, initial=1))
+                numbers = np.append(table, [level.baseline for level in levels])
+                axes.set_ylim(np.nanmin(numbers, initial=0), 1.03 * np.nanmax(numbers, initial=1))
             axes.grid(alpha=0.25, linewidth=0.6)
-        below = every[-1]
-        below.set_xlabel(f"training {config.task.unit}")
-        below.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
-        below.set_xlim(0, examples[-1] or 1)
+        bottom_axes = panel_axes[-1]
+        bottom_axes.set_xlabel(f"training {config.task.unit}")
+        bottom_axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+        bottom_axes.set_xlim(0, examples[-1] or 1)
         if len(labels) > 1 or any(diverged):
             note = "\n(*: a seed that diverged)" if any(diverged) else ""
-            every[0].legend(frameon=False, title=f"learning rate{note}")
+            panel_axes[0].legend(frameon=False, title=f"learning rate{note}")
 
 
 class Panel(NamedTuple):
@@ -101,7 +107,10 @@ def _curves(
 ) -> list[Curve]:
     """One for each learning rate; lanes are ordered by rate, then seed."""
     lanes = config.training.lanes_by_rate.values()
-    return [Curve(label, examples, table[:, own]) for label, own in zip(labels, lanes, strict=True)]
+    return [
+        Curve(label, examples, table[:, columns])
+        for label, columns in zip(labels, lanes, strict=True)
+    ]
 
 
 def _title(config: Config) -> str:

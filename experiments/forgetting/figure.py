@@ -87,8 +87,8 @@ def _draw_timescales(axes: Any, reports: Mapping[str, Mapping[str, Any]]) -> Non
     axes.set_ylim(0, 1.02)
     axes.set_xlabel("timescale 1 / (1 - f) of a unit, steps")
     axes.set_ylabel("share of units with at most this")
-    grey = {
+    handles = {
         f"{moment} training": Line2D([], [], color="0.45", linewidth=thickness)
         for moment, thickness in _THICKNESS.items()
     }
-    axes.legend(grey.values(), grey.keys(), fontsize=8.5)
+    axes.legend(handles.values(), handles.keys(), fontsize=8.5)

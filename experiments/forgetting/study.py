@@ -53,17 +53,17 @@ def run(
       UserError: if a config or the directory cannot be.
     """
     tables.claim(directory, (*configs, "forgetting.*", "figures"))
-    trained = runs.train_all(configs, FORGETTING, directory, profile, storage)
-    if trained is None:
+    finished_runs = runs.train_all(configs, FORGETTING, directory, profile, storage)
+    if finished_runs is None:
         return None
     reports: dict[str, dict[str, Any]] = {}
     curves = []
-    for cell, one in trained.items():
-        whole, rows = report(one), list(read_rows(directory / cell / "metrics.jsonl"))
+    for cell, finished in finished_runs.items():
+        run_report, rows = report(finished), list(read_rows(directory / cell / "metrics.jsonl"))
         examples = np.array([row["examples"] for row in rows])
         errors = np.array([row["held_out"]["mse"] for row in rows], float)
-        for label, lanes in runs.by_rate(cell, one.config).items():
-            reports[label] = {name: values[lanes] for name, values in whole.items()}
+        for label, lanes in runs.by_rate(cell, finished.config).items():
+            reports[label] = {name: values[lanes] for name, values in run_report.items()}
             stars = "*" * reports[label]["mse"].count(None)
             curves.append(Curve(label + stars, examples, errors[:, lanes]))
     tables.write(directory / "forgetting.json", json.dumps(_as_json(reports), indent=2) + "\n")
@@ -116,11 +116,11 @@ def markdown(reports: Mapping[str, Mapping[str, Any]]) -> str:
     """
     head = ("cell", "mse", "shortest before", "median before", "shortest after", "median after")
     rows = []
-    for label, one in reports.items():
-        stars = "*" * one["mse"].count(None)
-        row = [label, f"∞{stars}" if stars else number(_mean(one["mse"]))]
+    for label, entry in reports.items():
+        stars = "*" * entry["mse"].count(None)
+        row = [label, f"∞{stars}" if stars else number(_mean(entry["mse"]))]
         for moment in ("before", "after"):
-            lanes = [lane for lane in one[moment] if lane]
+            lanes = [lane for lane in entry[moment] if lane]
             for statistic in (np.min, np.median):
                 mean = _mean([statistic(lane) for lane in lanes]) if lanes else math.nan
                 row.append("-" if not lanes else "∞" if mean == math.inf else f"{mean:.1f}")

@@ -25,8 +25,8 @@ class SaturatedGate(Gate):
     """
 
     def init(self, key: jax.Array, features: int, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
-        drawn = super().init(key, features, dtype)
-        return {name: jnp.full_like(b, self.forget_bias) for name, b in drawn.items()}
+        biases = super().init(key, features, dtype)
+        return {name: jnp.full_like(b, self.forget_bias) for name, b in biases.items()}
 
 
 def saturate(cell: Cell, bias: float) -> Cell:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.command.main import experiment_main, train_one
 from experiments.language_model.settings import LANGUAGE_MODEL, Sampling
 from experiments.settings import fields
+from experiments.settings.errors import UserError
 
 if TYPE_CHECKING:
     from absl.flags import FlagValues
@@ -16,9 +17,14 @@ def define(values: FlagValues) -> None:
     """The flags of samples, beside those of the settings."""
     from experiments.command import flags
 
-    for one in fields.declared(Sampling).values():
-        assert one.default is not None
-        flags.add(values, one.flag, f"{one.meaning}; default: {one.default.value:g}", one.kind)
+    for setting in fields.declared(Sampling).values():
+        assert setting.default is not None
+        flags.add(
+            values,
+            setting.flag,
+            f"{setting.meaning}; default: {setting.default.value:g}",
+            setting.kind,
+        )
 
 
 def begin(flag_values: dict[str, Any]) -> None:
@@ -32,11 +38,13 @@ def begin(flag_values: dict[str, Any]) -> None:
     from experiments.records.reporting import say
 
     declarations = fields.declared(Sampling)
-    named = {name: flag_values.pop(name) for name in declarations if name in flag_values}
-    values = {name: entry.value for name, entry in fields.defaults(Sampling)} | named
+    explicit_values = {name: flag_values.pop(name) for name in declarations if name in flag_values}
+    values = {name: entry.value for name, entry in fields.defaults(Sampling)} | explicit_values
     sampling = Sampling(**values)
     fields.check_all(sampling)
-    fields.check_effect(named, values, declarations)
+    fields.check_effect(explicit_values, values, declarations)
+    if explicit_values.get("top_k") and not sampling.temperature:
+        raise UserError("--top_k has no effect with --temperature=0, which takes the likeliest.")
 
     def illustrate(learner: Any, params: Any) -> dict[str, str]:
         return {"sample": sample(learner, params, sampling)}

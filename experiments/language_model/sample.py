@@ -35,7 +35,7 @@ def sampled_tokens(
     def step(state: Any, key: jax.Array) -> tuple[Any, jax.Array]:
         carry, token = state
         carry, log_p = learner.apply(params, token[None, None], carry=carry)
-        token = _drawn(log_p[0, 0], sampling, key)
+        token = _choice(log_p[0, 0], sampling, key)
         return (carry, token), token
 
     keys = jax.random.split(key, sampling.sample)
@@ -44,13 +44,13 @@ def sampled_tokens(
     return np.asarray(tokens)
 
 
-def _drawn(log_p: jax.Array, sampling: Sampling, key: jax.Array) -> jax.Array:
+def _choice(log_p: jax.Array, sampling: Sampling, key: jax.Array) -> jax.Array:
     """A token of log-probabilities ``[V]``, int32."""
     if not sampling.temperature:
         return jnp.argmax(log_p).astype(jnp.int32)
     if 0 < sampling.top_k < len(log_p):
-        least = jax.lax.top_k(log_p, sampling.top_k)[0][-1]
-        log_p = jnp.where(log_p < least, -jnp.inf, log_p)
+        threshold = jax.lax.top_k(log_p, sampling.top_k)[0][-1]
+        log_p = jnp.where(log_p < threshold, -jnp.inf, log_p)
     return jax.random.categorical(key, log_p / sampling.temperature).astype(jnp.int32)
 
 
@@ -62,7 +62,7 @@ def sample(learner: Learner, params: Any, sampling: Sampling) -> str:
     end = "\n" if task.level == "character" else END
     first = words.index(end) if end in words else 0
     tokens = sampled_tokens(learner, params, first, sampling, jax.random.key(_KEY))
-    drawn = [words[token] for token in tokens]
+    sampled_words = [words[token] for token in tokens]
     if task.level == "character":
-        return "".join(drawn)
-    return " ".join("\n" if word == END else word for word in drawn).replace(" \n ", "\n")
+        return "".join(sampled_words)
+    return " ".join("\n" if word == END else word for word in sampled_words).replace(" \n ", "\n")

@@ -49,7 +49,10 @@ class LanguageModelSettings:
         "multiply the learning rate of a step by its window's steps over the mean",
         Sourced(False, "AWD-LSTM's code does; GATO does not say"),
     )
-    reset_at_articles: bool = setting("begin every article with a fresh state")
+    reset_at_articles: bool = setting(
+        "begin every article with a fresh state",
+        needs=("dataset", ("topics", "wikitext2", "wikitext103", "own")),
+    )
     validation_readers: int = setting(
         "rows of a validation window, each with a stretch of the text",
         Sourced(10, "AWD-LSTM's code"),

@@ -107,9 +107,9 @@ def _over_chunks(
     table, bias = parameters
     count = len(h)
     rows = min(rows, max(1, count))
-    short = -count % rows
+    padding = -count % rows
     chunks = jax.tree.map(
-        lambda leaf: jnp.pad(leaf, [(0, short)] + [(0, 0)] * (leaf.ndim - 1)).reshape(
+        lambda leaf: jnp.pad(leaf, [(0, padding)] + [(0, 0)] * (leaf.ndim - 1)).reshape(
             -1, rows, *leaf.shape[1:]
         ),
         (h, targets, weights.astype(h.dtype)),
@@ -118,27 +118,29 @@ def _over_chunks(
     def work(sums: Any, h: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
         loss, d_weights = sums
         product, shift = h @ table.T, words.without_filling(bias[None])
-        targets, own = words.place(targets)
-        of_target = jnp.take_along_axis(product, targets[:, None], axis=-1)[:, 0] + bias[targets]
+        targets, ownership = words.place(targets)
+        target_logits = (
+            jnp.take_along_axis(product, targets[:, None], axis=-1)[:, 0] + bias[targets]
+        )
         top = words.max((product + shift).max(axis=-1))
         e = jnp.exp(product + (shift - top[:, None]))  # two sums: XLA would write the logits down
-        total, of_target = words.sum((e.sum(axis=-1), words.owned(of_target, own)))
-        loss = loss + (weights * (jnp.log(total) + top - of_target)).sum()
+        total, target_logits = words.sum((e.sum(axis=-1), words.owned(target_logits, ownership)))
+        loss = loss + (weights * (jnp.log(total) + top - target_logits)).sum()
         if not gradients:
             return (loss, d_weights), None
         d_table, d_bias = d_weights
-        share, taken = weights / total, words.owned(weights, own)
-        d_table = (d_table + e.T @ (share[:, None] * h)).at[targets].add(-taken[:, None] * h)
-        d_bias = (d_bias + share @ e).at[targets].add(-taken)
-        d_h = words.sum(share[:, None] * (e @ table) - taken[:, None] * table[targets])
+        share, deduction = weights / total, words.owned(weights, ownership)
+        d_table = (d_table + e.T @ (share[:, None] * h)).at[targets].add(-deduction[:, None] * h)
+        d_bias = (d_bias + share @ e).at[targets].add(-deduction)
+        d_h = words.sum(share[:, None] * (e @ table) - deduction[:, None] * table[targets])
         return (loss, (d_table, d_bias)), d_h
 
-    def rest(sums: Any, h: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
+    def skip(sums: Any, h: jax.Array, targets: jax.Array, weights: jax.Array) -> Any:
         del targets, weights
         return sums, jnp.zeros_like(h) if gradients else None
 
     def body(sums: Any, chunk: Any) -> Any:
-        return jax.lax.cond(jnp.any(chunk[2] != 0), work, rest, sums, *chunk)
+        return jax.lax.cond(jnp.any(chunk[2] != 0), work, skip, sums, *chunk)
 
     zeros = (jnp.zeros_like(table), jnp.zeros_like(bias)) if gradients else None
     start = (jnp.zeros((), h.dtype), zeros)
@@ -253,17 +255,19 @@ class AdaptiveSoftmax(nn.Module):
         del embedding
         h, targets, weights = wide(h).reshape(-1, self.features), targets.ravel(), weights.ravel()
         first = self.cutoffs[0]
-        in_head = targets
+        head_targets = targets
         for k, low in enumerate(self.cutoffs):
-            in_head = jnp.where(targets >= low, first + k, in_head)
+            head_targets = jnp.where(targets >= low, first + k, head_targets)
         words = Words(first + len(self.cutoffs), self.parts)
-        loss = _unbiased(h, self.head, in_head, weights, words)
+        loss = _unbiased(h, self.head, head_targets, weights, words)
         for (low, high), (projection, tail) in zip(self._ranges(), self.tails, strict=True):
-            own = (targets >= low) & (targets < high)
-            order = jnp.argsort(~own)  # its rows first
-            at = jnp.where(own, targets - low, 0)[order]
+            members = (targets >= low) & (targets < high)
+            order = jnp.argsort(~members)  # its rows first
+            places = jnp.where(members, targets - low, 0)[order]
             words = Words(high - low, self.parts)
-            loss += _unbiased(h[order] @ projection, tail, at, (weights * own)[order], words)
+            loss += _unbiased(
+                h[order] @ projection, tail, places, (weights * members)[order], words
+            )
         return loss
 
     def __call__(self, h: jax.Array, embedding: jax.Array | None) -> jax.Array:
@@ -274,8 +278,8 @@ class AdaptiveSoftmax(nn.Module):
         first = self.cutoffs[0]
         log_p = [head[..., :first]]
         for k, (projection, tail) in enumerate(self.tails):
-            inside = jax.nn.log_softmax(h @ projection @ tail.T)
-            log_p.append(head[..., first + k, None] + inside)
+            cluster_log_p = jax.nn.log_softmax(h @ projection @ tail.T)
+            log_p.append(head[..., first + k, None] + cluster_log_p)
         return jnp.concatenate(log_p, axis=-1)
 
     def _ranges(self) -> list[tuple[int, int]]:
@@ -285,8 +289,8 @@ class AdaptiveSoftmax(nn.Module):
 def _unbiased(
     h: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array, words: Words
 ) -> jax.Array:
-    none = jnp.zeros(len(table), h.dtype)
-    return cross_entropy(h, table, none, targets, weights, chunk_rows(len(table)), words)
+    zero_bias = jnp.zeros(len(table), h.dtype)
+    return cross_entropy(h, table, zero_bias, targets, weights, chunk_rows(len(table)), words)
 
 
 @functools.cache

@@ -71,23 +71,24 @@ class LanguageModelTask(LanguageModelSettings, BaseTask):
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        baseline, named = float(self.words), "uniform"
+        baseline, baseline_name = float(self.words), "uniform"
         if self.dataset == "topics":
-            baseline, named = self.counted[-1], f"counts of {_CONTEXTS} characters"
-        metrics = [Metric("perplexity", False, baseline, named)]
+            baseline, baseline_name = self.counted[-1], f"counts of {_CONTEXTS} characters"
+        metrics = [Metric("perplexity", False, baseline, baseline_name)]
         if self.level == "character":
-            metrics.append(Metric("bits", False, math.log2(baseline), named))
-        return (*metrics, Metric("loss", False, math.log(baseline), named))
+            metrics.append(Metric("bits", False, math.log2(baseline), baseline_name))
+        return (*metrics, Metric("loss", False, math.log(baseline), baseline_name))
 
     @property
     def counted(self) -> list[float]:
         """The test part's perplexity under counts of one, two, ... tokens."""
-        return _counted(self.dataset, self.data_dir, self.level)
+        return _perplexities(self.dataset, self.data_dir, self.level)
 
     @property
     def content(self) -> str | None:
-        """A digest of the user's own text, which no setting tells; None of a published one."""
-        if self.dataset != "own":
+        """A digest of a text that no setting tells, the user's own or Python's, which differs
+        from version to version; None of a published one."""
+        if self.dataset not in ("own", "topics"):
             return None
         words, *parts = self.corpus
         digest = hashlib.sha256("\n".join(words).encode())
@@ -102,8 +103,8 @@ class LanguageModelTask(LanguageModelSettings, BaseTask):
 
     @property
     def units_per_row(self) -> float:
-        short = self.short_window_prob
-        return (1 - short) * self.window + short * (self.window // 2)
+        short_prob = self.short_window_prob
+        return (1 - short_prob) * self.window + short_prob * (self.window // 2)
 
     @property
     def examples(self) -> int:
@@ -113,17 +114,19 @@ class LanguageModelTask(LanguageModelSettings, BaseTask):
     @property
     def tokens(self) -> tuple[int, int, int]:
         """How many tokens each part has."""
-        published = text.TEXTS[self.dataset].tokens if self.dataset in text.TEXTS else None
-        if published is not None and self.level == "word":
-            return published
+        published_tokens = text.TEXTS[self.dataset].tokens if self.dataset in text.TEXTS else None
+        if published_tokens is not None and self.level == "word":
+            return published_tokens
         train, validation, test = (len(part.tokens) for part in self.corpus[1:])
         return train, validation, test
 
     @property
     def words(self) -> int:
         """V."""
-        published = text.TEXTS[self.dataset].words if self.dataset in text.TEXTS else 0
-        return published if published and self.level == "word" else len(self.corpus.words)
+        published_words = text.TEXTS[self.dataset].words if self.dataset in text.TEXTS else 0
+        return (
+            published_words if published_words and self.level == "word" else len(self.corpus.words)
+        )
 
     @property
     def corpus(self) -> text.Corpus:
@@ -150,8 +153,8 @@ class LanguageModelTask(LanguageModelSettings, BaseTask):
     def module(self, recurrent: RNN | Stack, model: ModelSettings) -> nn.Module:
         if model.decoder:
             raise UserError("--decoder is not for language_model: its decoder is the softmax.")
-        last = recurrent.cells[-1] if isinstance(recurrent, Stack) else recurrent.cell
-        features = width_of(last)
+        last_cell = recurrent.cells[-1] if isinstance(recurrent, Stack) else recurrent.cell
+        features = width_of(last_cell)
         # Rows of N(0, 1) would give a tied softmax logits of deviation sqrt(F) to start with;
         # AWD-LSTM's code has U[-.1, .1].
         embedding_init = symmetric_uniform(0.1) if self.tied else torch_embedding
@@ -169,8 +172,8 @@ class LanguageModelTask(LanguageModelSettings, BaseTask):
         def axis(path: Any, leaf: Any) -> int | None:
             del leaf
             room, name = path[0].key, path[-1].key
-            of_words = room == "softmax" and not name.startswith("projection")
-            return 0 if of_words or (self.tied and room == "encoder") else None
+            word_table = room == "softmax" and not name.startswith("projection")
+            return 0 if word_table or (self.tied and room == "encoder") else None
 
         return jax.tree_util.tree_map_with_path(axis, params)
 
@@ -226,9 +229,9 @@ class LanguageModelTask(LanguageModelSettings, BaseTask):
         short_key, key = jax.random.split(key)
         short = jax.random.bernoulli(short_key, self.short_window_prob)
         mean = jnp.where(short, jnp.float32(self.window // 2), jnp.float32(self.window))
-        drawn = mean + jnp.float32(self.window_deviation) * jax.random.normal(key, (), jnp.float32)
-        least = min(_SHORTEST, self.window)
-        return jnp.clip(jnp.rint(drawn).astype(jnp.int32), least, self.longest)
+        length = mean + jnp.float32(self.window_deviation) * jax.random.normal(key, (), jnp.float32)
+        shortest = min(_SHORTEST, self.window)
+        return jnp.clip(jnp.rint(length).astype(jnp.int32), shortest, self.longest)
 
     def read(
         self, part: text.Part, first: jax.Array, place: jax.Array, steps: jax.Array, longest: int
@@ -243,13 +246,13 @@ class LanguageModelTask(LanguageModelSettings, BaseTask):
           longest: T.
         """
         time = jnp.arange(longest, dtype=jnp.int32)[:, None]
-        at = jnp.minimum((first + place)[None] + time, len(part.tokens) - 2)
+        places = jnp.minimum((first + place)[None] + time, len(part.tokens) - 2)
         valid = time < steps[None]
         fresh = (place[None] + time) == 0
         if self.reset_at_articles:
-            fresh = fresh | part.starts[at]
+            fresh = fresh | part.starts[places]
         # A reset acts on the carry at an invalid step, too; what is padding here is read later.
-        return Window(part.tokens[at], part.tokens[at + 1], valid, fresh & valid)
+        return Window(part.tokens[places], part.tokens[places + 1], valid, fresh & valid)
 
     def loss(
         self, apply: Apply, params: Any, window: Window, stream: Stream, train: bool
@@ -312,8 +315,8 @@ class _Reading:
         del act, index
         longest = self._task.reading_window
         first = rows.numbers * self._stretch
-        left = jnp.minimum(self._stretch, self._tokens - first) - 1 - stream.place
-        steps = jnp.clip(left, 0, longest)
+        remainder = jnp.minimum(self._stretch, self._tokens - first) - 1 - stream.place
+        steps = jnp.clip(remainder, 0, longest)
         window = self._task.read(data[self._name], first, stream.place, steps, longest)
         return window, stream._replace(place=stream.place + steps)
 
@@ -326,6 +329,6 @@ def _read(dataset: str, data_dir: str | None, level: str) -> text.Corpus:
 
 
 @functools.lru_cache(maxsize=4)
-def _counted(dataset: str, data_dir: str | None, level: str) -> list[float]:
+def _perplexities(dataset: str, data_dir: str | None, level: str) -> list[float]:
     corpus = _read(dataset, data_dir, level)
     return text.ngram_perplexities(corpus, corpus.test, _CONTEXTS)

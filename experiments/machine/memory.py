@@ -25,10 +25,10 @@ def check(needed: Mapping[str, int], platform: str, lower: str) -> None:
     """
     total, available = sum(needed.values()), _available(platform)
     if total > available:
-        most = max(needed, key=lambda name: needed[name])
+        largest = max(needed, key=lambda name: needed[name])
         raise UserError(
             f"this run needs more than {total / 1e9:,.0f} GB of memory, and there are "
-            f"{available / 1e9:,.0f}: most of it is for {most}; lower {lower}."
+            f"{available / 1e9:,.0f}: most of it is for {largest}; lower {lower}."
         )
 
 

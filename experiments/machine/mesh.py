@@ -68,15 +68,17 @@ class Rows:
 def map_axes(function: Callable[..., Any], axes: Any, *trees: Any) -> Any:
     """``function(axis, *leaves)`` over trees whose axes are given by a prefix."""
 
-    def none(x: Any) -> bool:
+    def is_none(x: Any) -> bool:
         return x is None
 
-    leaves, structure = jax.tree.flatten(trees[0], is_leaf=none)
-    spread = jax.tree.leaves(jax.tree.broadcast(axes, trees[0], is_leaf=none), is_leaf=none)
-    others = [jax.tree.leaves(tree, is_leaf=none) for tree in trees[1:]]
+    leaves, structure = jax.tree.flatten(trees[0], is_leaf=is_none)
+    leaf_axes = jax.tree.leaves(
+        jax.tree.broadcast(axes, trees[0], is_leaf=is_none), is_leaf=is_none
+    )
+    leaf_lists = [jax.tree.leaves(tree, is_leaf=is_none) for tree in trees[1:]]
     values = [
-        None if leaf is None else function(axis, leaf, *more)
-        for axis, leaf, *more in zip(spread, leaves, *others, strict=True)
+        None if leaf is None else function(axis, leaf, *further_leaves)
+        for axis, leaf, *further_leaves in zip(leaf_axes, leaves, *leaf_lists, strict=True)
     ]
     return jax.tree.unflatten(structure, values)
 
@@ -102,9 +104,9 @@ def split(axes: Any, over: str = DATA) -> Any:
     return jax.tree.map(spec, axes, is_leaf=lambda axis: axis is None)
 
 
-def differing_axis(one: Any, other: Any) -> int | None:
+def differing_axis(first: Any, second: Any) -> int | None:
     """The first axis along which two arrays or shapes have other lengths; None: none."""
-    lengths = zip(one.shape, other.shape, strict=True)
+    lengths = zip(first.shape, second.shape, strict=True)
     return next((axis for axis, (a, b) in enumerate(lengths) if a != b), None)
 
 
@@ -118,13 +120,13 @@ def probed_axes(shapes: Callable[[int], Any], size: int) -> Any:
     return jax.tree.map(differing_axis, shapes(size), shapes(size + 1))
 
 
-def check_axes(what: str, tree: Any, axes: Any, rows: int) -> None:
+def check_axes(subject: str, tree: Any, axes: Any, rows: int) -> None:
     """Raises ``ValueError`` where a declared batch axis has another length than the batch."""
 
     def check(axis: int | None, leaf: Any) -> None:
         if axis is not None and (len(leaf.shape) <= axis or leaf.shape[axis] != rows):
             raise ValueError(
-                f"{what} say that axis {axis} is the batch of {rows} rows, but a leaf has the "
+                f"{subject} say that axis {axis} is the batch of {rows} rows, but a leaf has the "
                 f"shape {leaf.shape}."
             )
 
@@ -169,10 +171,10 @@ class DeviceMesh:
         self._mesh = jax.sharding.Mesh(np.array(devices[:count]).reshape(shape), AXES)
         self._gather = jax.jit(_same, out_shardings=NamedSharding(self._mesh, PartitionSpec()))
 
-    def _check_all(self, count: int, must: str) -> None:
+    def _check_all(self, count: int, requirement: str) -> None:
         devices, processes = len(jax.devices()), jax.process_count()
         if processes > 1 and count != devices:
-            raise UserError(f"{must} the {devices} devices of the {processes} processes.")
+            raise UserError(f"{requirement} the {devices} devices of the {processes} processes.")
 
     @property
     def platform(self) -> str:
@@ -232,8 +234,8 @@ class DeviceMesh:
                 return jax.device_put(leaf, sharding)
             if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
                 return leaf  # it is on the devices of all processes already
-            whole = np.asarray(leaf)
-            return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+            array = np.asarray(leaf)
+            return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
         return map_axes(put, specs, tree)
 
@@ -260,16 +262,16 @@ class DeviceMesh:
             shape = tuple(
                 totals[names[i]] if i in names else length for i, length in enumerate(leaf.shape)
             )
-            own = {i: self.own(name, totals[name]) for i, name in names.items()}
+            own_numbers = {i: self.own(name, totals[name]) for i, name in names.items()}
 
-            def part(index: Any) -> np.ndarray:
-                places = [slice(*one.indices(n)) for one, n in zip(index, shape, strict=True)]
-                for i, numbers in own.items():
+            def block(index: Any) -> np.ndarray:
+                places = [slice(*span.indices(n)) for span, n in zip(index, shape, strict=True)]
+                for i, numbers in own_numbers.items():
                     first = int(np.searchsorted(numbers, places[i].start))
                     places[i] = slice(first, first + places[i].stop - places[i].start)
                 return leaf[tuple(places)]
 
-            return jax.make_array_from_callback(shape, NamedSharding(self._mesh, spec), part)
+            return jax.make_array_from_callback(shape, NamedSharding(self._mesh, spec), block)
 
         return map_axes(put, specs, tree)
 
@@ -279,13 +281,13 @@ class DeviceMesh:
         if total % size:
             return np.arange(total)
         share = total // size
-        mine = {
+        own_places = {
             place[AXES.index(axis)]
             for place, device in np.ndenumerate(self._mesh.devices)
             if device.process_index == jax.process_index()
         }
         return np.concatenate(
-            [np.arange(place * share, (place + 1) * share) for place in sorted(mine)]
+            [np.arange(place * share, (place + 1) * share) for place in sorted(own_places)]
         )
 
     def fetch(self, tree: Any) -> Any:
@@ -293,12 +295,12 @@ class DeviceMesh:
         if jax.process_count() == 1:
             return jax.device_get(tree)
 
-        def whole(leaf: jax.Array) -> np.ndarray:
+        def full_array(leaf: jax.Array) -> np.ndarray:
             if not leaf.is_fully_replicated:
                 leaf = self._gather(leaf)
             return np.asarray(leaf.addressable_data(0))
 
-        return jax.tree.map(whole, tree)
+        return jax.tree.map(full_array, tree)
 
 
 def _same(tree: Any) -> Any:

@@ -44,10 +44,10 @@ def of(jaxpr: Any) -> Work:
     total = Work(0, 0)
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name, params = equation.primitive.name, equation.params
-        moved = _bytes(equation.invars + equation.outvars)
+        moved_bytes = _bytes(equation.invars + equation.outvars)
         if name in ("dot_general", "conv_general_dilated"):
             terms = _terms_of_dot(equation) if name == "dot_general" else _terms_of_conv(equation)
-            total += Work(2 * terms * equation.outvars[0].aval.size, moved)
+            total += Work(2 * terms * equation.outvars[0].aval.size, moved_bytes)
         elif name in _READS:
             total += Work(0, 2 * _bytes(equation.outvars))
         elif name in _WRITES:
@@ -56,23 +56,26 @@ def of(jaxpr: Any) -> Work:
             total += max(map(of, params["branches"]))
         elif name == "scan":
             total += of(params["jaxpr"]).times(params["length"]) + Work(
-                0, _bytes(_by_step(equation))
+                0, _bytes(_step_variables(equation))
             )
         elif name == "pallas_call":
             count = math.prod(params["grid_mapping"].grid)
-            total += Work(of(params["jaxpr"]).operations * count, moved)
+            total += Work(of(params["jaxpr"]).operations * count, moved_bytes)
         else:
             for inner in _inner(params):
                 total += of(inner)
     return total
 
 
-def _by_step(equation: Any) -> list[Any]:
+def _step_variables(equation: Any) -> list[Any]:
     """What a scan reads and hands out step by step: inside, it has an axis less."""
     body = equation.params["jaxpr"].jaxpr
-    outside, inside = equation.invars + equation.outvars, body.invars + body.outvars
-    pairs = zip(outside, inside, strict=True)
-    return [one for one, other in pairs if one.aval.ndim > other.aval.ndim]
+    outer_variables, inner_variables = (
+        equation.invars + equation.outvars,
+        body.invars + body.outvars,
+    )
+    pairs = zip(outer_variables, inner_variables, strict=True)
+    return [outer for outer, inner in pairs if outer.aval.ndim > inner.aval.ndim]
 
 
 def _terms_of_dot(equation: Any) -> int:
@@ -91,9 +94,9 @@ def _terms_of_conv(equation: Any) -> int:
 def _inner(params: dict[str, Any]) -> Iterator[Any]:
     """The jaxprs that an equation calls."""
     for value in params.values():
-        for one in value if isinstance(value, list | tuple) else (value,):
-            if hasattr(one, "eqns") or hasattr(getattr(one, "jaxpr", None), "eqns"):
-                yield one
+        for candidate in value if isinstance(value, list | tuple) else (value,):
+            if hasattr(candidate, "eqns") or hasattr(getattr(candidate, "jaxpr", None), "eqns"):
+                yield candidate
 
 
 def _bytes(variables: Iterable[Any]) -> int:

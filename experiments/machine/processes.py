@@ -33,8 +33,8 @@ _LINGER_SECONDS = 2.0
 
 _own_id: int | None = None  # of several processes
 _last_words = threading.Lock()  # a process says one sentence at its end
-_called_by_c: list[object] = []
-_why_xla_aborts: list[str] = []  # the last one holds
+_c_callbacks: list[object] = []
+_abort_reasons: list[str] = []  # the last one holds
 
 _GONE = (
     "another process of this run has ended, or cannot be reached; the same commands together go "
@@ -65,21 +65,21 @@ def join(
     """
     global _own_id
     if coordinator_address is None:
-        missing = (
+        sentence = (
             f"the processes that the cluster started have not met within {_JOIN_SECONDS} s; "
             "--distributed=off trains in each alone."
         )
     else:
         assert process_id is not None
         _check_address(coordinator_address, process_id)
-        missing = (
+        sentence = (
             f"the {num_processes} processes have not met at --coordinator_address="
             f"{coordinator_address} within {_JOIN_SECONDS} s."
         )
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     _own_id = process_id
     _die_with_the_others(name)
-    _why_xla_aborts.append(missing)
+    _abort_reasons.append(sentence)
     try:
         jax.distributed.initialize(
             coordinator_address,
@@ -89,12 +89,12 @@ def join(
             heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
         )
     except RuntimeError:  # XLA's, too
-        raise UserError(missing) from None
+        raise UserError(sentence) from None
     except ValueError:
         if coordinator_address is not None:
             raise
         return  # there is no cluster
-    _why_xla_aborts.append(_GONE)
+    _abort_reasons.append(_GONE)
     _keep_stdout()
     if coordinator_address is None and jax.process_count() > 1:
         _own_id = jax.process_index()
@@ -114,8 +114,10 @@ def first_says(tree: T) -> T:
         return leaf.view(f"u{leaf.dtype.itemsize}")  # zeros are added to them: -0.0 would change
 
     leaves = jax.tree.map(np.asarray, tree)
-    said = multihost_utils.broadcast_one_to_all(jax.tree.map(bits, leaves))
-    return jax.tree.map(lambda leaf, like: np.asarray(leaf).view(like.dtype), said, leaves)
+    broadcast = multihost_utils.broadcast_one_to_all(jax.tree.map(bits, leaves))
+    return jax.tree.map(
+        lambda leaf, original: np.asarray(leaf).view(original.dtype), broadcast, leaves
+    )
 
 
 def check_alike(settings: str) -> None:
@@ -132,11 +134,11 @@ def check_alike(settings: str) -> None:
     if jax.process_count() == 1:
         return
     digest = np.frombuffer(hashlib.sha256(settings.encode()).digest(), np.uint32)
-    every = multihost_utils.process_allgather(digest)
-    others = np.flatnonzero((every != every[0]).any(axis=1))
-    if others.size:
+    digests = multihost_utils.process_allgather(digest)
+    outliers = np.flatnonzero((digests != digests[0]).any(axis=1))
+    if outliers.size:
         raise UserError(
-            f"process {others[0]} has other settings than process 0: all processes of a run are "
+            f"process {outliers[0]} has other settings than process 0: all processes of a run are "
             "started with the same command."
         )
 
@@ -190,9 +192,9 @@ def _keep_stdout() -> None:
     encoding = sys.stdout.encoding
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=encoding)
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 1)
-    os.close(nothing)
+    null_file = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_file, 1)
+    os.close(null_file)
 
 
 def _die_with_the_others(name: str) -> None:
@@ -202,21 +204,21 @@ def _die_with_the_others(name: str) -> None:
     """
 
     @ctypes.CFUNCTYPE(None, ctypes.c_int)
-    def aborted(number: int) -> None:
+    def abort_handler(number: int) -> None:
         del number
         if not _last_words.acquire(blocking=False):
             time.sleep(2 * _LINGER_SECONDS)  # the main thread is leaving, with a code of its own
         else:
-            os.write(2, f"experiments.{name}: {_why_xla_aborts[-1]}\n".encode())
+            os.write(2, f"experiments.{name}: {_abort_reasons[-1]}\n".encode())
         os._exit(1)
 
-    ctypes.CDLL(None).signal(signal.SIGABRT, aborted)
-    _called_by_c.append(aborted)
+    ctypes.CDLL(None).signal(signal.SIGABRT, abort_handler)
+    _c_callbacks.append(abort_handler)
 
-    def unexpected(
+    def exception_hook(
         kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
     ) -> None:
         sys.__excepthook__(kind, error, trace)
         leave(1)
 
-    sys.excepthook = unexpected
+    sys.excepthook = exception_hook

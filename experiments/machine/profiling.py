@@ -33,9 +33,9 @@ class Clock:
     @contextmanager
     def inside(self, steps: int = 0) -> Iterator[None]:
         """A stretch inside of compiled programs, of so many training steps."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         yield
-        self.last = time.perf_counter() - began
+        self.last = time.perf_counter() - start
         self._inside += self.last
         self._steps += steps
 
@@ -66,13 +66,13 @@ class Profile:
     """
 
     def __init__(self, directory: Path, steps: int) -> None:
-        self.directory, self._left = directory, steps
+        self.directory, self._remaining = directory, steps
         self._wait, self._tracing = _WARM_DISPATCHES, False
 
     @property
     def unfinished(self) -> bool:
         """Whether steps are still to be traced."""
-        return self._left > 0
+        return self._remaining > 0
 
     def begin(self, count: int) -> int:
         """Begins where it is time to; of so many steps that come next, how many come together."""
@@ -84,8 +84,8 @@ class Profile:
         if not self._tracing:
             jax.profiler.start_trace(str(self.directory), create_perfetto_trace=True)
             self._tracing = True
-        count = min(count, self._left)
-        self._left -= count
+        count = min(count, self._remaining)
+        self._remaining -= count
         return count
 
     def end(self) -> None:

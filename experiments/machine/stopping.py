@@ -41,17 +41,21 @@ class Stopping:
         """
         self.agree(0)
 
-    def agree(self, together: int) -> int:
+    def agree(self, step_count: int) -> int:
         """How many steps all processes do next: what the first one says.
 
         Raises:
           StoppedError: if one of them was asked to stop.
         """
-        own = np.array([self.requested, together], np.int32)
-        every = multihost_utils.process_allgather(own) if jax.process_count() > 1 else own[None]
-        if every[:, 0].any():
+        proposal = np.array([self.requested, step_count], np.int32)
+        proposals = (
+            multihost_utils.process_allgather(proposal)
+            if jax.process_count() > 1
+            else proposal[None]
+        )
+        if proposals[:, 0].any():
             raise StoppedError
-        return int(every[0, 1])
+        return int(proposals[0, 1])
 
     def _ask(self, number: int, frame: Any) -> None:
         del frame
@@ -75,10 +79,10 @@ def stopping() -> Iterator[Stopping]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    caught = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, stop._ask) for number in caught]
+    signals = (signal.SIGTERM, signal.SIGINT)
+    handlers = [signal.signal(number, stop._ask) for number in signals]
     try:
         yield stop
     finally:
-        for number, handler in zip(caught, before, strict=True):
+        for number, handler in zip(signals, handlers, strict=True):
             signal.signal(number, handler)

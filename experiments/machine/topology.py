@@ -71,5 +71,5 @@ def memory(devices: Sequence[jax.Device]) -> int | None:
     A device is a chip, or one of a chip's two cores, which share its memory.
     """
     chips = {tuple(device.coords) for device in devices}
-    whole = _MEMORY.get(devices[0].device_kind)
-    return None if whole is None else whole * len(chips) // len(devices)
+    chip_memory = _MEMORY.get(devices[0].device_kind)
+    return None if chip_memory is None else chip_memory * len(chips) // len(devices)

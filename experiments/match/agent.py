@@ -41,29 +41,29 @@ class Answer(NamedTuple):
     Attributes:
       logits: of the actions, ``[T, B, A]``.
       value: ``[T, B]``.
-      recalled: what it gives back of what it saw; None: it is not asked for it.
+      recollection: what it gives back of what it saw; None: it is not asked for it.
       strengths: of the heads that read a memory, ``[T, B, R]``; None: there are none.
     """
 
     logits: jax.Array
     value: jax.Array
-    recalled: Targeted | None = None
+    recollection: Targeted | None = None
     strengths: jax.Array | None = None
 
 
-def packed(environment: Environment, seen: Seen) -> jax.Array:
+def packed(environment: Environment, reading: Seen) -> jax.Array:
     """What an agent reads as numbers, float32 ``[..., P + A + 1]``."""
     parts = [
-        environment.encode(seen.observation),
-        jax.nn.one_hot(seen.action, environment.actions, dtype=jnp.float32),
-        seen.reward[..., None],
+        environment.encode(reading.observation),
+        jax.nn.one_hot(reading.action, environment.actions, dtype=jnp.float32),
+        reading.reward[..., None],
     ]
     return jnp.concatenate(parts, axis=-1)
 
 
-def target(environment: Environment, seen: Seen) -> Targeted:
+def target(environment: Environment, reading: Seen) -> Targeted:
     """What a memory should give back of a step."""
-    return Targeted(environment.encode(seen.observation), seen.action, seen.reward)
+    return Targeted(environment.encode(reading.observation), reading.action, reading.reward)
 
 
 class Eye(nn.Module):
@@ -89,7 +89,7 @@ class Eye(nn.Module):
         count = 1
         for length in self.shape:
             count *= length
-        x, others = inputs[..., :count], inputs[..., count:]
+        x, feedback = inputs[..., :count], inputs[..., count:]
         if self.channels:
             x = x.reshape(*x.shape[:-1], *self.shape)
             for index, channels in enumerate(self.channels):
@@ -100,7 +100,7 @@ class Eye(nn.Module):
             self.width, kernel_init=torch_linear_kernel, bias_init=torch_linear_bias(x.shape[-1])
         )(x)
         code = code if self.channels else nn.relu(code)
-        return jnp.concatenate([code, others if self.remembers else 0 * others], axis=-1)
+        return jnp.concatenate([code, feedback if self.remembers else 0 * feedback], axis=-1)
 
 
 class Recaller(nn.Module):
@@ -161,16 +161,16 @@ class Agent(nn.Module):
         resets = jnp.ones_like(fresh) if self.memoryless else fresh
         carry, y = recurred(self, inputs, during, carry, {"resets": resets})
         # Each network has a dropout of its own.
-        deep = len(self.policy.widths) - 1
-        drawn = during.masks((*self.policy.widths[:-1], *self.baseline.widths[:-1]))
-        masks, baseline_masks = drawn[:deep], drawn[deep:]
+        depth = len(self.policy.widths) - 1
+        all_masks = during.masks((*self.policy.widths[:-1], *self.baseline.widths[:-1]))
+        masks, baseline_masks = all_masks[:depth], all_masks[depth:]
         if isinstance(y, jax.Array):
             logits, code, strengths = self.policy(y, *masks), y, None
             value = self.baseline(y, *baseline_masks)
         else:
             code, strengths = y.z, y.strengths
             logits = self.policy(jnp.concatenate([y.z, y.h, y.reads], axis=-1), *masks)
-            told = [code, jax.lax.stop_gradient(logits).astype(code.dtype)]
-            value = self.baseline(jnp.concatenate(told, axis=-1), *baseline_masks)
-        recalled = None if self.recaller is None else self.recaller(code)
-        return carry, Answer(logits, value[..., 0], recalled, strengths)
+            critic_inputs = [code, jax.lax.stop_gradient(logits).astype(code.dtype)]
+            value = self.baseline(jnp.concatenate(critic_inputs, axis=-1), *baseline_masks)
+        recollection = None if self.recaller is None else self.recaller(code)
+        return carry, Answer(logits, value[..., 0], recollection, strengths)

@@ -42,13 +42,13 @@ def lambda_targets(
       decay: lambda; 1: the discounted rewards to the end, 0: of one step.
     """
 
-    def back(later: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        reward, discount, value = at
-        now = reward + discount * ((1 - decay) * value + decay * later)
-        return now, now
+    def backup(next_return: jax.Array, step: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        reward, discount, value = step
+        target = reward + discount * ((1 - decay) * value + decay * next_return)
+        return target, target
 
-    each = (rewards, discounts, values[1:])
-    _, returns = jax.lax.scan(back, values[-1], each, reverse=True)
+    inputs = (rewards, discounts, values[1:])
+    _, returns = jax.lax.scan(backup, values[-1], inputs, reverse=True)
     return Targets(returns, returns - values[:-1])
 
 
@@ -62,11 +62,11 @@ def n_step_targets(
     returns = jnp.concatenate(
         [values[n:], jnp.broadcast_to(values[-1], (n - 1, *values[-1].shape))]
     )
-    for ahead in reversed(range(n)):
-        within = jnp.arange(length)[:, None] + ahead < length
-        reward = jnp.roll(rewards, -ahead, axis=0)
-        discount = jnp.roll(discounts, -ahead, axis=0)
-        returns = jnp.where(within, reward + discount * returns, returns)
+    for offset in reversed(range(n)):
+        mask = jnp.arange(length)[:, None] + offset < length
+        reward = jnp.roll(rewards, -offset, axis=0)
+        discount = jnp.roll(discounts, -offset, axis=0)
+        returns = jnp.where(mask, reward + discount * returns, returns)
     return Targets(returns, returns - values[:-1])
 
 
@@ -85,18 +85,20 @@ def v_trace_targets(
     c = decay * rho
     errors = rho * (rewards + discounts * values[1:] - values[:-1])
 
-    def back(later: jax.Array, at: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        error, discount, cut = at
-        now = error + discount * cut * later  # Eq. (1), as in its Remark 1
-        return now, now
+    def backup(
+        next_correction: jax.Array, step: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array]:
+        error, discount, cut = step
+        correction = error + discount * cut * next_correction  # Eq. (1), as in its Remark 1
+        return correction, correction
 
-    zero = jnp.zeros_like(values[-1])
-    _, above = jax.lax.scan(back, zero, (errors, discounts, c), reverse=True)
-    returns = values[:-1] + above
-    after = jnp.concatenate([returns[1:], values[-1:]])
+    last_correction = jnp.zeros_like(values[-1])
+    _, corrections = jax.lax.scan(backup, last_correction, (errors, discounts, c), reverse=True)
+    returns = values[:-1] + corrections
+    next_values = jnp.concatenate([returns[1:], values[-1:]])
     # An action's worth mixes what follows as the returns do: with lambda 1, of section 4.2.
-    after = (1 - decay) * values[1:] + decay * after
-    return Targets(returns, rho * (rewards + discounts * after - values[:-1]))
+    next_values = (1 - decay) * values[1:] + decay * next_values
+    return Targets(returns, rho * (rewards + discounts * next_values - values[:-1]))
 
 
 def actor_critic(
@@ -137,20 +139,20 @@ class Targeted(NamedTuple):
     reward: jax.Array
 
 
-def reconstruction(given: Targeted, target: Targeted, image_cost: float) -> jax.Array:
+def reconstruction(prediction: Targeted, target: Targeted, image_cost: float) -> jax.Array:
     """RMA's losses of what its latents are decoded into, ``[T, B]``.
 
     Bernoulli's cross-entropy of the pixels, times ``image_cost`` over their number; the actions'
     cross-entropy; half the squared error of the reward (Hung et al., 2018, and its code).
 
     Args:
-      given: logits ``[T, B, P]`` and ``[T, B, A]``, and a number ``[T, B]``.
+      prediction: logits ``[T, B, P]`` and ``[T, B, A]``, and a number ``[T, B]``.
       target: numbers ``[T, B, P]``, int32 ``[T, B]`` and ``[T, B]``.
       image_cost: 50 in that code.
     """
-    image = optax.sigmoid_binary_cross_entropy(given.pixels, target.pixels).mean(axis=-1)
-    action = -log_probability(given.action, target.action)
-    return image_cost * image + action + jnp.square(given.reward - target.reward) / 2
+    image = optax.sigmoid_binary_cross_entropy(prediction.pixels, target.pixels).mean(axis=-1)
+    action = -log_probability(prediction.action, target.action)
+    return image_cost * image + action + jnp.square(prediction.reward - target.reward) / 2
 
 
 def strength(strengths: jax.Array) -> jax.Array:

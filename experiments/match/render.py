@@ -45,9 +45,9 @@ def pictures(learner: Learner, params: Any) -> list[np.ndarray]:
         return learner.apply(params, *args, **kwargs)
 
     def step(stream: Any, key: jax.Array) -> tuple[Any, Any]:
-        after, play = task.play(act, stream, key[None], jnp.bool_(False))
-        shown = (stream.environment, stream.seen.observation)
-        return after, (shown, play.turn.done, (play.turn.state, play.turn.observation))
+        next_stream, play = task.play(act, stream, key[None], jnp.bool_(False))
+        frames = (stream.environment, stream.seen.observation)
+        return next_stream, (frames, play.turn.done, (play.turn.state, play.turn.observation))
 
     @jax.jit
     def episode() -> Any:
@@ -55,14 +55,14 @@ def pictures(learner: Learner, params: Any) -> list[np.ndarray]:
         start = task.start(learner.fresh, (), keys[0], Rows(0, 1, 1))
         return jax.lax.scan(step, start, keys[1:])[1]
 
-    before, done, after = jax.device_get(episode())
+    scenes, done, next_scenes = jax.device_get(episode())
     count = int(np.argmax(done[:, 0])) + 1
 
-    def picture(shown: Any, at: int) -> np.ndarray:
-        state, observation = jax.tree.map(lambda leaf: leaf[at, 0], shown)
+    def picture(frames: Any, index: int) -> np.ndarray:
+        state, observation = jax.tree.map(lambda leaf: leaf[index, 0], frames)
         return environment.picture(state, observation)
 
-    return [*(picture(before, at) for at in range(count)), picture(after, count - 1)]
+    return [*(picture(scenes, index) for index in range(count)), picture(next_scenes, count - 1)]
 
 
 def render(learner: Learner, params: Any, path: Path) -> None:
@@ -78,12 +78,12 @@ def render(learner: Learner, params: Any, path: Path) -> None:
     """
     from PIL import Image
 
-    shown = [
-        Image.fromarray(one.repeat(_CELL, axis=0).repeat(_CELL, axis=1))
-        for one in pictures(learner, params)
+    images = [
+        Image.fromarray(pixels.repeat(_CELL, axis=0).repeat(_CELL, axis=1))
+        for pixels in pictures(learner, params)
     ]
-    milliseconds = [int(1000 * _SECONDS)] * (len(shown) - 1) + [1000]
+    milliseconds = [int(1000 * _SECONDS)] * (len(images) - 1) + [1000]
     try:
-        shown[0].save(path, save_all=True, append_images=shown[1:], duration=milliseconds, loop=0)
+        images[0].save(path, save_all=True, append_images=images[1:], duration=milliseconds, loop=0)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}.") from None

@@ -115,7 +115,7 @@ class MatchSettings:
         needs=("returns", ("n_step",)),
     )
     passes: int = setting(
-        "updates on each window; v_trace corrects for all but the first",
+        "updates on each window; v_trace corrects for what the policy has learnt in those before",
         Sourced(1, "A3C and the public code: one"),
         least=1,
         most=16,
@@ -128,7 +128,7 @@ class MatchSettings:
     )
     reconstruction: bool = setting(
         "the recurrent output must give back what was seen (RMA's losses)",
-        Sourced(False, "RMA alone has it"),
+        Sourced(False, "no core but the RMA has it"),
     )
     image_cost: float = setting(
         "weight of the reconstructed observation",
@@ -187,9 +187,15 @@ _TIMES = {
     "distractor_steps": Sourced(450, "Hung et al., 2018: 30 s"),
     "reward_steps": Sourced(75, "Hung et al., 2018: the rest of 40 s"),
 }
+_RMA_RECONSTRUCTS = {
+    "reconstruction": Sourced(
+        Depends("cell", {"*rma": True, "*": False}), "Hung et al., 2018: the RMA's losses"
+    ),
+}
 _UR = {
     **_PUBLIC,
     **_TIMES,
+    **_RMA_RECONSTRUCTS,
     "window": Sourced(100, "ours: A3C's is not in the paper"),
     "return_decay": Sourced(1.0, "ours: A3C's returns reach the window's end"),
     "entropy_cost": Sourced(0.01, "ours: not in the paper; the public agent's default"),
@@ -230,6 +236,7 @@ _PROTOCOLS = {
     ),
     "small": Protocol(
         settings={
+            **_RMA_RECONSTRUCTS,
             "challenge": Sourced("passive_match", "ours: no search"),
             "rules": Sourced("pycolab", "ours: the smaller grid"),
             "explore_steps": Sourced(2, "ours: a size that two cores learn in minutes"),

@@ -34,11 +34,11 @@ class Rewards(NamedTuple):
     """Sums of rewards since an episode's first step, leaves ``[B]`` or ``[T, B]``, float32.
 
     Attributes:
-      whole: of all steps.
+      episode: of all steps.
       last_phase: of the steps of the last phase.
     """
 
-    whole: jax.Array
+    episode: jax.Array
     last_phase: jax.Array
 
 
@@ -102,7 +102,7 @@ class Score(NamedTuple):
     """Rewards of episodes ``[B]``, all and those of the last phase, and whether actions were
     greedy."""
 
-    whole: jax.Array
+    episode: jax.Array
     last_phase: jax.Array
     greedy: jax.Array
 
@@ -120,11 +120,11 @@ class MatchTask(MatchSettings, BaseTask):
     @property
     def metrics(self) -> tuple[Metric, ...]:
         chance = self.environment.chance  # says nothing of apples, nor of what steps cost
-        by_name = {"last_phase_reward": "chance", "return": "chance of the last phase alone"}
+        baseline_names = {"last_phase_reward": "chance", "return": "chance of the last phase alone"}
         return tuple(
-            Metric(acting + name, True, chance, what)
-            for acting in ("", "greedy_")
-            for name, what in by_name.items()
+            Metric(prefix + name, True, chance, baseline_name)
+            for prefix in ("", "greedy_")
+            for name, baseline_name in baseline_names.items()
         )
 
     @property
@@ -155,7 +155,19 @@ class MatchTask(MatchSettings, BaseTask):
                 f"--channels is for images, and {self.challenge} shows symbols: give "
                 "--channels=none."
             )
-        if self.returns == "v_trace" and self.passes == 1:
+        if self.apples and self.challenge.endswith("match") and not self.distractor_steps:
+            raise UserError(
+                f"--apples={self.apples} has no effect with --distractor_steps=0, which leaves no "
+                "time to eat them: give --apples=0."
+            )
+
+    def check_noise(self, noisy: bool) -> None:
+        """Raises ``UserError`` on V-trace between two policies that are one.
+
+        Args:
+          noisy: whether dropout or zoneout acts in training; none does while an agent acts.
+        """
+        if self.returns == "v_trace" and self.passes == 1 and not noisy:
             raise UserError(
                 "--returns=v_trace has no effect with --passes=1: the policy that acted is the "
                 "one that learns."
@@ -210,9 +222,9 @@ class MatchTask(MatchSettings, BaseTask):
 
     def start(self, fresh: Fresh, data: Any, key: jax.Array, rows: Rows) -> Stream:
         del data
-        seen, states = self._first(_of_rows(key, rows))
+        reading, states = self._first(_of_rows(key, rows))
         zeros = jnp.zeros(rows.count, jnp.float32)
-        return Stream(states, seen, fresh(rows.count), Rewards(zeros, zeros))
+        return Stream(states, reading, fresh(rows.count), Rewards(zeros, zeros))
 
     def draw(
         self, act: Apply, data: Any, stream: Stream, key: jax.Array, step: jax.Array, rows: Rows
@@ -223,21 +235,21 @@ class MatchTask(MatchSettings, BaseTask):
         def play(stream: Stream, key: jax.Array) -> tuple[Stream, Play]:
             return self.play(act, stream, _of_rows(key, rows), jnp.bool_(False))
 
-        after, played = jax.lax.scan(play, stream, keys)
-        seen = jax.tree.map(
-            lambda steps, last: jnp.concatenate([steps, last[None]]), played.seen, after.seen
+        next_stream, plays = jax.lax.scan(play, stream, keys)
+        readings = jax.tree.map(
+            lambda steps, last: jnp.concatenate([steps, last[None]]), plays.seen, next_stream.seen
         )
-        turn = played.turn
+        turn = plays.turn
         window = Window(
-            seen,
-            played.action,
-            played.log_p,
+            readings,
+            plays.action,
+            plays.log_p,
             turn.reward,
             turn.done,
             stream.carry,
-            played.rewards,
+            plays.rewards,
         )
-        return window, after
+        return window, next_stream
 
     def play(
         self, act: Apply, stream: Stream, keys: jax.Array, greedy: jax.Array
@@ -253,35 +265,35 @@ class MatchTask(MatchSettings, BaseTask):
         Returns:
           The stream after it, in which an episode that ended has begun anew, and the step.
         """
-        of_action, of_step, of_reset = jax.vmap(lambda key: jax.random.split(key, 3))(keys).T
+        action_keys, step_keys, reset_keys = jax.vmap(lambda key: jax.random.split(key, 3))(keys).T
         carry, answer = self.answer(act, stream)
         logits = answer.logits[0]
-        drawn = jax.vmap(jax.random.categorical)(of_action, logits)
-        action = jnp.where(greedy, logits.argmax(axis=-1), drawn).astype(jnp.int32)
-        turn = jax.vmap(self.environment.step)(of_step, stream.environment, action)
+        sample = jax.vmap(jax.random.categorical)(action_keys, logits)
+        action = jnp.where(greedy, logits.argmax(axis=-1), sample).astype(jnp.int32)
+        turn = jax.vmap(self.environment.step)(step_keys, stream.environment, action)
         observation, state = restarted(
-            self.environment, of_reset, turn.done, turn.observation, turn.state
+            self.environment, reset_keys, turn.done, turn.observation, turn.state
         )
-        seen = Seen(
+        reading = Seen(
             observation,
             jnp.where(turn.done, 0, action),
             jnp.where(turn.done, 0, turn.reward),
             turn.done,
         )
         log_p = losses.log_probability(logits, action)
-        of_last = jnp.where(turn.info["last_phase"], turn.reward, 0)
-        rewards = jax.tree.map(jnp.add, stream.rewards, Rewards(turn.reward, of_last))
-        begun = jax.tree.map(lambda total: jnp.where(turn.done, 0, total), rewards)
-        after = Stream(state, seen, carry, begun)
-        return after, Play(stream.seen, action, log_p, turn, rewards)
+        last_phase_reward = jnp.where(turn.info["last_phase"], turn.reward, 0)
+        rewards = jax.tree.map(jnp.add, stream.rewards, Rewards(turn.reward, last_phase_reward))
+        next_rewards = jax.tree.map(lambda total: jnp.where(turn.done, 0, total), rewards)
+        next_stream = Stream(state, reading, carry, next_rewards)
+        return next_stream, Play(stream.seen, action, log_p, turn, rewards)
 
     def answer(self, act: Apply, stream: Stream) -> tuple[Any, Answer]:
         """What the model says now: the carry after it, and answers ``[1, B, ...]``."""
-        now = jax.tree.map(lambda leaf: leaf[None], stream.seen)
-        answered: tuple[Any, Answer] = act(
-            packed(self.environment, now), now.fresh, carry=stream.carry
+        window = jax.tree.map(lambda leaf: leaf[None], stream.seen)
+        result: tuple[Any, Answer] = act(
+            packed(self.environment, window), window.fresh, carry=stream.carry
         )
-        return answered
+        return result
 
     def _first(self, keys: jax.Array) -> tuple[Seen, Any]:
         """The first step of new episodes, and their states."""
@@ -295,25 +307,30 @@ class MatchTask(MatchSettings, BaseTask):
     def loss(self, apply: Apply, params: Any, window: Any, stream: Any, train: bool) -> Outcome:
         if not train:
             return Outcome((jnp.float32(0), 1), self._sums(window), stream)
-        seen: Seen = window.seen
-        _, answer = apply(params, packed(self.environment, seen), seen.fresh, carry=window.carry)
+        readings: Seen = window.seen
+        _, answer = apply(
+            params, packed(self.environment, readings), readings.fresh, carry=window.carry
+        )
         logits = answer.logits[:-1]
         log_p = losses.log_probability(logits, window.actions)
         ratios = jnp.exp(log_p - window.log_p)
         targets = self._targets(window, answer.value, ratios)
         costs = losses.Costs(self.baseline_cost, self.entropy_cost)
         cost = losses.actor_critic(logits, answer.value[:-1], window.actions, targets, costs)
-        if answer.recalled is not None:
-            recalled = losses.reconstruction(
-                answer.recalled, target(self.environment, seen), self.image_cost
+        if answer.recollection is not None:
+            recall_cost = losses.reconstruction(
+                answer.recollection, target(self.environment, readings), self.image_cost
             )
-            cost += recalled[:-1]
-            if answer.strengths is not None:
-                cost += losses.strength(answer.strengths[:-1])
+            cost += recall_cost[:-1]
+        if answer.strengths is not None:
+            cost += losses.strength(answer.strengths[:-1])
         total = (cost.sum(), cost.size)
-        ended = window.ends.sum(dtype=jnp.float32)
-        whole, last_phase = (jnp.where(window.ends, x, 0).sum() for x in window.sums)
-        scores = {"last_phase_reward": (last_phase, ended), "return": (whole, ended)}
+        episode_count = window.ends.sum(dtype=jnp.float32)
+        episode, last_phase = (jnp.where(window.ends, x, 0).sum() for x in window.sums)
+        scores = {
+            "last_phase_reward": (last_phase, episode_count),
+            "return": (episode, episode_count),
+        }
         return Outcome(total, scores, stream)
 
     def _targets(self, window: Window, values: jax.Array, ratios: jax.Array) -> losses.Targets:
@@ -343,13 +360,13 @@ class MatchTask(MatchSettings, BaseTask):
     def _sums(self, score: Score) -> dict[str, Total]:
         """Totals and weights of one window of episodes, which were won in one of two ways."""
         sums: dict[str, Total] = {}
-        for prefix, counts in (("", ~score.greedy), ("greedy_", score.greedy)):
-            weight = jnp.where(counts, jnp.float32(len(score.whole)), 0)
+        for prefix, mask in (("", ~score.greedy), ("greedy_", score.greedy)):
+            weight = jnp.where(mask, jnp.float32(len(score.episode)), 0)
             sums[f"{prefix}last_phase_reward"] = (
-                jnp.where(counts, score.last_phase.sum(), 0),
+                jnp.where(mask, score.last_phase.sum(), 0),
                 weight,
             )
-            sums[f"{prefix}return"] = (jnp.where(counts, score.whole.sum(), 0), weight)
+            sums[f"{prefix}return"] = (jnp.where(mask, score.episode.sum(), 0), weight)
         return sums
 
 
@@ -370,21 +387,21 @@ class _Episodes:
         self, act: Apply, data: Any, stream: Any, index: jax.Array, rows: Rows
     ) -> tuple[Score, Any]:
         task, greedy = self._task, index == 1
-        start, later = jax.random.split(jax.random.key(_HELD_OUT_KEY))
-        first = task.start(lambda _: stream, data, start, rows)
+        start_key, play_key = jax.random.split(jax.random.key(_HELD_OUT_KEY))
+        first_stream = task.start(lambda _: stream, data, start_key, rows)
 
         def play(state: Any, key: jax.Array) -> tuple[Any, None]:
-            now, running, scored = state
-            now, step = task.play(act, now, _of_rows(key, rows), greedy)
-            scored = jax.tree.map(
-                lambda new, old: jnp.where(running, new, old), step.rewards, scored
+            current, running, rewards = state
+            current, step = task.play(act, current, _of_rows(key, rows), greedy)
+            rewards = jax.tree.map(
+                lambda new, old: jnp.where(running, new, old), step.rewards, rewards
             )
-            return (now, running & ~step.turn.done, scored), None
+            return (current, running & ~step.turn.done, rewards), None
 
-        keys = jax.random.split(later, task.environment.steps)
-        state = (first, jnp.ones(rows.count, bool), first.rewards)
-        (_, _, scored), _ = jax.lax.scan(play, state, keys)
-        return Score(scored.whole, scored.last_phase, greedy), stream
+        keys = jax.random.split(play_key, task.environment.steps)
+        state = (first_stream, jnp.ones(rows.count, bool), first_stream.rewards)
+        (_, _, rewards), _ = jax.lax.scan(play, state, keys)
+        return Score(rewards.episode, rewards.last_phase, greedy), stream
 
 
 def _of_rows(key: jax.Array, rows: Rows) -> jax.Array:

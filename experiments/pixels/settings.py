@@ -72,14 +72,14 @@ _UR_WIDE = Depends(
         "*": Depends("cell", {"lstm": 512, "*": 1024}),
     },
 )
-_OTHERS = dict.fromkeys(("*minlstm", "slstm", "*mingru"), 0.0)
+_OTHER_CELLS = dict.fromkeys(("*minlstm", "slstm", "*mingru"), 0.0)
 _UR_ZONEOUT = {
     "zoneout_c": Sourced(
-        Depends("cell", {**_OTHERS, "*lstm": 0.5, "*": 0.0}),
+        Depends("cell", {**_OTHER_CELLS, "*lstm": 0.5, "*": 0.0}),
         "UR D.2, of the LSTM; ours: no other cell",
     ),
     "zoneout_h": Sourced(
-        Depends("cell", {**_OTHERS, "*lstm": 0.05, "*gru": 0.1, "*": 0.0}),
+        Depends("cell", {**_OTHER_CELLS, "*lstm": 0.05, "*gru": 0.1, "*": 0.0}),
         "UR D.2: z of the LSTM and the GRU; ours: no other cell",
     ),
 }

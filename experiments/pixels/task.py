@@ -44,10 +44,10 @@ def bit_reversal(count: int) -> np.ndarray:
     """
     bits = max(1, (count - 1).bit_length())
     indices = np.arange(1 << bits)
-    reversed_ = np.zeros_like(indices)
+    reversal = np.zeros_like(indices)
     for bit in range(bits):
-        reversed_ |= (indices >> bit & 1) << (bits - 1 - bit)
-    return reversed_[reversed_ < count]
+        reversal |= (indices >> bit & 1) << (bits - 1 - bit)
+    return reversal[reversal < count]
 
 
 class PixelEncoder(nn.Module):
@@ -143,20 +143,20 @@ class PixelsTask(PixelsSettings, SupervisedTask):
         images = datasets.load(_SOURCES[self.dataset], self.data_dir)
         order = self.order()
 
-        def sequences(of: np.ndarray, labels: np.ndarray) -> Batch:
-            pixels: Any = of.reshape(len(of), self.steps, -1)[:, order]
+        def sequences(pictures: np.ndarray, labels: np.ndarray) -> Batch:
+            pixels: Any = pictures.reshape(len(pictures), self.steps, -1)[:, order]
             numbers: Any = labels.astype(np.int32)
             return Batch(pixels, numbers)
 
-        def held_out(part: Batch) -> Batch:
-            inputs: Any = np.ascontiguousarray(np.swapaxes(part.inputs, 0, 1))
-            return Batch(inputs, part.targets[None])
+        def held_out(batch: Batch) -> Batch:
+            inputs: Any = np.ascontiguousarray(np.swapaxes(batch.inputs, 0, 1))
+            return Batch(inputs, batch.targets[None])
 
         train, validation = self.split()
-        known, labels = images.train_images, images.train_labels
+        train_images, labels = images.train_images, images.train_labels
         return {
-            "train": sequences(known[train], labels[train]),
-            "validation": held_out(sequences(known[validation], labels[validation])),
+            "train": sequences(train_images[train], labels[train]),
+            "validation": held_out(sequences(train_images[validation], labels[validation])),
             "test": held_out(sequences(images.test_images, images.test_labels)),
         }
 
@@ -180,8 +180,8 @@ class PixelsTask(PixelsSettings, SupervisedTask):
 
     def batch(self, loaded: dict[str, Batch], key: jax.Array, step: jax.Array, size: int) -> Batch:
         images, labels, _ = loaded["train"]
-        chosen = batch_of_epoch(key, step, size, len(images))
-        return Batch(jnp.swapaxes(images[chosen], 0, 1), labels[chosen][None])
+        indices = batch_of_epoch(key, step, size, len(images))
+        return Batch(jnp.swapaxes(images[indices], 0, 1), labels[indices][None])
 
     def score(self, outputs: jax.Array, batch: Batch) -> dict[str, jax.Array]:
         logits, label = wide(outputs[-1]), batch.targets[-1]

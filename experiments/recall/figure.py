@@ -29,17 +29,17 @@ def draw(finished: Finished, workdir: Path) -> None:
     learner, config = finished.learner, finished.config
     learner.load()
     held_out = learner.data["sets"]["held_out"]
-    due = np.asarray(held_out.targets[:, :_CANDIDATES, -1])
-    chosen = int(due.sum(axis=0).argmax())
-    inputs = held_out.inputs[:, chosen : chosen + 1]
-    targets = np.asarray(held_out.targets[:, chosen])
+    due_steps = np.asarray(held_out.targets[:, :_CANDIDATES, -1])
+    index = int(due_steps.sum(axis=0).argmax())
+    inputs = held_out.inputs[:, index : index + 1]
+    targets = np.asarray(held_out.targets[:, index])
     params = finished.lane(finished.params, lanes[0])
     logits = np.asarray(learner.apply(params, inputs))[:, 0]
-    asked = targets[:, -1:] > 0
+    mask = targets[:, -1:] > 0
     panels = [
         ("input", np.asarray(inputs[:, 0])),
-        ("answer", np.where(asked, targets[:, :-1], np.nan)),
-        ("model", np.where(asked, 1 / (1 + np.exp(-logits)), np.nan)),
+        ("answer", np.where(mask, targets[:, :-1], np.nan)),
+        ("model", np.where(mask, 1 / (1 + np.exp(-logits)), np.nan)),
         *_addresses(learner, params, inputs),
     ]
     name = (
@@ -50,7 +50,7 @@ def draw(finished: Finished, workdir: Path) -> None:
     with page(path, 7.0, 1.0 + 0.13 * sum(heights), name, of_a_run=True) as figure:
         axes = figure.subplots(len(panels), 1, sharex=True, height_ratios=heights)
         for ax, (label, rows) in zip(axes, panels, strict=True):
-            shown = ax.imshow(
+            image = ax.imshow(
                 rows.T, aspect="auto", interpolation="nearest", cmap="Blues", vmin=0, vmax=1
             )
             ax.set_ylabel(label, rotation=0, ha="right", va="center")
@@ -58,7 +58,7 @@ def draw(finished: Finished, workdir: Path) -> None:
             ax.set_facecolor("#eeeeee")  # where nothing is asked
         axes[-1].set_xlabel("step")
         axes[-1].xaxis.get_major_locator().set_params(integer=True)
-        figure.colorbar(shown, ax=axes, shrink=0.5, label="bit, probability, weight")
+        figure.colorbar(image, ax=axes, shrink=0.5, label="bit, probability, weight")
 
 
 def _addresses(learner: Any, params: Any, inputs: jax.Array) -> list[tuple[str, np.ndarray]]:
@@ -68,9 +68,9 @@ def _addresses(learner: Any, params: Any, inputs: jax.Array) -> list[tuple[str, 
     cell = learner.cell
     if not isinstance(cell, rg.DNC):
         return []
-    own = params["recurrent"]["cell"]
+    cell_params = params["recurrent"]["cell"]
     encoded = learner.encoded(params, inputs)
-    carries, _ = rg.unroll(cell, own, encoded, return_carries="all")
+    carries, _ = rg.unroll(cell, cell_params, encoded, return_carries="all")
     panels = [("written", carries.write_weights[:, 0].sum(axis=-2))]
     panels.append(("read", carries.read_weights[:, 0].sum(axis=-2)))
     panels.append(("in use", carries.usage[:, 0]))

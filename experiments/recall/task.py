@@ -63,14 +63,16 @@ def repeat_copy(pattern: Pattern, steps: int) -> tuple[jax.Array, jax.Array]:
     """
     bits, length, repeats = pattern
     time = jnp.arange(steps)
-    shown, begin = time - 1, time - (length + 2)
-    seen = _taken(bits, shown, (shown >= 0) & (shown < length))
+    input_step, answer_step = time - 1, time - (length + 2)
+    input_bits = _pattern_rows(bits, input_step, (input_step >= 0) & (input_step < length))
     number = jnp.where(time == length + 1, repeats / _REPEATS_UNIT, 0)
-    inputs = [seen, (time == 0)[:, None], number[:, None]]
-    end = begin == length * repeats
-    said = _taken(bits, begin % length, (begin >= 0) & (begin < length * repeats))
-    due = (begin >= 0) & (begin <= length * repeats)
-    targets = [said, end[:, None], due[:, None]]
+    inputs = [input_bits, (time == 0)[:, None], number[:, None]]
+    end = answer_step == length * repeats
+    answer_bits = _pattern_rows(
+        bits, answer_step % length, (answer_step >= 0) & (answer_step < length * repeats)
+    )
+    due = (answer_step >= 0) & (answer_step <= length * repeats)
+    targets = [answer_bits, end[:, None], due[:, None]]
     return _joined(inputs), _joined(targets)
 
 
@@ -85,24 +87,24 @@ def associative(pattern: Pattern, steps: int, item_steps: int) -> tuple[jax.Arra
     Returns:
       Inputs ``[T, bits + 2]``; targets ``[T, bits + 1]``: bits, whether they are due.
     """
-    bits, length, shown = pattern
+    bits, length, cue = pattern
     time = jnp.arange(steps)
     item, step = time // (item_steps + 1), time % (item_steps + 1) - 1
-    listed, again = item < length, item == length
-    index = jnp.where(listed, item, shown) * item_steps + step
-    seen = _taken(bits, index, (listed | again) & (step >= 0))
-    query = (step < 0) & (again | (item == length + 1))
-    inputs = [seen, ((step < 0) & listed)[:, None], query[:, None]]
+    in_list, is_cue = item < length, item == length
+    index = jnp.where(in_list, item, cue) * item_steps + step
+    input_bits = _pattern_rows(bits, index, (in_list | is_cue) & (step >= 0))
+    query = (step < 0) & (is_cue | (item == length + 1))
+    inputs = [input_bits, ((step < 0) & in_list)[:, None], query[:, None]]
     place = time - ((length + 1) * (item_steps + 1) + 1)
     due = (place >= 0) & (place < item_steps)
-    said = _taken(bits, (shown + 1) * item_steps + place, due)
-    return _joined(inputs), _joined([said, due[:, None]])
+    answer_bits = _pattern_rows(bits, (cue + 1) * item_steps + place, due)
+    return _joined(inputs), _joined([answer_bits, due[:, None]])
 
 
-def _taken(bits: jax.Array, index: jax.Array, where: jax.Array) -> jax.Array:
+def _pattern_rows(bits: jax.Array, index: jax.Array, mask: jax.Array) -> jax.Array:
     """Rows of a pattern by number, zeros elsewhere, ``[T, bits]``."""
     rows = bits[jnp.clip(index, 0, len(bits) - 1)]
-    return jnp.where(where[:, None], rows, 0)
+    return jnp.where(mask[:, None], rows, 0)
 
 
 def _joined(channels: list[jax.Array]) -> jax.Array:
@@ -161,11 +163,11 @@ class RecallTask(RecallSettings, SupervisedTask):
         )
 
     def check(self) -> None:
-        for least, most in (("min_length", "max_length"), ("min_repeats", "max_repeats")):
-            if getattr(self, least) > getattr(self, most):
+        for minimum, maximum in (("min_length", "max_length"), ("min_repeats", "max_repeats")):
+            if getattr(self, minimum) > getattr(self, maximum):
                 raise UserError(
-                    f"--{least} must be at most --{most}, got {getattr(self, least)} and "
-                    f"{getattr(self, most)}."
+                    f"--{minimum} must be at most --{maximum}, got {getattr(self, minimum)} and "
+                    f"{getattr(self, maximum)}."
                 )
         if not self.repeats and self.min_length < 2:
             raise UserError(
@@ -181,58 +183,60 @@ class RecallTask(RecallSettings, SupervisedTask):
     def load(self) -> Batch:
         """The held-out set."""
         keys = jax.random.split(jax.random.key(_HELD_OUT_KEY), self.held_out_sequences)
-        return self._drawn(keys, held_out=True)
+        return self._sample_batch(keys, held_out=True)
 
     def sets(self, loaded: Batch) -> dict[str, Batch]:
         return {"held_out": loaded}
 
     def batch(self, loaded: Batch, key: jax.Array, step: jax.Array, size: int) -> Batch:
         del loaded
-        return self._drawn(jax.random.split(jax.random.fold_in(key, step), size), held_out=False)
+        return self._sample_batch(
+            jax.random.split(jax.random.fold_in(key, step), size), held_out=False
+        )
 
     def score(self, outputs: jax.Array, batch: Batch) -> dict[str, jax.Array]:
         """Scores of logits ``[T, B, channels]``: the loss is a mean over all that is due."""
         answer, due = batch.targets[..., :-1], batch.targets[..., -1] > 0
         p = jax.nn.log_sigmoid(outputs) * answer + jax.nn.log_sigmoid(-outputs) * (1 - answer)
-        lost = jnp.where(due[..., None], -p, 0).sum(axis=(0, 2))
-        right = ((outputs > 0) == (answer > 0)) | ~due[..., None]
+        losses = jnp.where(due[..., None], -p, 0).sum(axis=(0, 2))
+        correct = ((outputs > 0) == (answer > 0)) | ~due[..., None]
         bits = due & (answer[..., -1] == 0) if self.repeats else due  # the end mark is none
-        hits = jnp.where(bits[..., None], right[..., : self.bits], False)
+        hits = jnp.where(bits[..., None], correct[..., : self.bits], False)
         return {
-            "loss": lost / (due.sum(axis=0) * self.channels),
+            "loss": losses / (due.sum(axis=0) * self.channels),
             "bit_accuracy": hits.sum(axis=(0, 2)) / (bits.sum(axis=0) * self.bits),
-            "sequence_accuracy": right.all(axis=(0, 2)).astype(jnp.float32),
+            "sequence_accuracy": correct.all(axis=(0, 2)).astype(jnp.float32),
         }
 
-    def _drawn(self, keys: jax.Array, *, held_out: bool) -> Batch:
-        def one(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _sample_batch(self, keys: jax.Array, *, held_out: bool) -> Batch:
+        def sequence(key: jax.Array) -> tuple[jax.Array, jax.Array]:
             pattern = self._pattern(key, held_out)
             if self.repeats:
                 return repeat_copy(pattern, self.steps)
             return associative(pattern, self.steps, self.item_steps)
 
-        return Batch(*jax.vmap(one, out_axes=1)(keys))
+        return Batch(*jax.vmap(sequence, out_axes=1)(keys))
 
     def _pattern(self, key: jax.Array, held_out: bool) -> Pattern:
         """A pattern of the wanted kind: its bits are drawn again until they are."""
-        length_key, asked_key, bits_key = jax.random.split(key, 3)
+        length_key, request_key, bits_key = jax.random.split(key, 3)
         length = jax.random.randint(length_key, (), self.min_length, self.max_length + 1)
-        least, most = (self.min_repeats, self.max_repeats) if self.repeats else (0, length - 2)
-        asked = jax.random.randint(asked_key, (), least, most + 1)
-        per_item = 1 if self.repeats else self.item_steps
-        shape = (self.max_length * per_item, self.bits)
-        there = (jnp.arange(shape[0]) < length * per_item)[:, None]
+        minimum, maximum = (self.min_repeats, self.max_repeats) if self.repeats else (0, length - 2)
+        request = jax.random.randint(request_key, (), minimum, maximum + 1)
+        rows_per_item = 1 if self.repeats else self.item_steps
+        shape = (self.max_length * rows_per_item, self.bits)
+        mask = (jnp.arange(shape[0]) < length * rows_per_item)[:, None]
 
         def draw(attempt: jax.Array) -> jax.Array:
-            drawn = jax.random.bernoulli(jax.random.fold_in(bits_key, attempt), 0.5, shape)
-            return jnp.where(there, drawn, False)
+            sample = jax.random.bernoulli(jax.random.fold_in(bits_key, attempt), 0.5, shape)
+            return jnp.where(mask, sample, False)
 
-        def other(state: tuple[jax.Array, jax.Array]) -> jax.Array:
+        def is_wrong_kind(state: tuple[jax.Array, jax.Array]) -> jax.Array:
             return is_held_out(state[1]) != held_out
 
-        def again(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def next_attempt(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             return state[0] + 1, draw(state[0] + 1)
 
-        first = (jnp.int32(0), draw(jnp.int32(0)))
-        bits = jax.lax.while_loop(other, again, first)[1]
-        return Pattern(bits.astype(jnp.float32), length, asked)
+        start = (jnp.int32(0), draw(jnp.int32(0)))
+        bits = jax.lax.while_loop(is_wrong_kind, next_attempt, start)[1]
+        return Pattern(bits.astype(jnp.float32), length, request)

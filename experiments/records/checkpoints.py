@@ -53,11 +53,11 @@ class Checkpoints:
     def __init__(self, directory: Path, keep: int = DEFAULTS.keep_checkpoints) -> None:
         self._directory, self._keep = directory.absolute(), keep
         # Of several processes one writes, and waits for no other.
-        alone = ocp.options.MultiprocessingOptions(
+        options = ocp.options.MultiprocessingOptions(
             primary_host=0, active_processes={0}, barrier_sync_key_prefix="records"
         )
-        handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
-        self._orbax = ocp.Checkpointer(handler, multiprocessing_options=alone)
+        handler = ocp.StandardCheckpointHandler(multiprocessing_options=options)
+        self._orbax = ocp.Checkpointer(handler, multiprocessing_options=options)
 
     @property
     def steps(self) -> list[int]:
@@ -98,8 +98,8 @@ class Checkpoints:
         finally:
             _remove(new)
         _remove(old)
-        for superfluous in self.steps[: -self._keep]:
-            self._discard(superfluous)
+        for surplus_step in self.steps[: -self._keep]:
+            self._discard(surplus_step)
 
     def restore(
         self,
@@ -122,29 +122,29 @@ class Checkpoints:
         self._tidy()
         steps = self.steps[::-1]
         conditions: dict[int, _Condition] = {}
-        good: list[tuple[int, T]] = []
+        good_states: list[tuple[int, T]] = []
         for step in steps:
             conditions[step] = self._condition(step, like)
             if conditions[step] is _Condition.GOOD:
-                good = [*good[:1], (step, self._load(step, like))]
-                if fits(*good[-1]):
+                good_states = [*good_states[:1], (step, self._load(step, like))]
+                if fits(*good_states[-1]):
                     break
         else:
-            good = good[:1]  # none fits
-        if not good and _Condition.OTHER in conditions.values():
+            good_states = good_states[:1]  # none fits
+        if not good_states and _Condition.OTHER in conditions.values():
             raise EarlierVersionError(self._directory.parent)
-        if not good:
+        if not good_states:
             if steps:
                 raise DamagedError(self._directory)
             return None
-        chosen, state = good[-1]
+        start, state = good_states[-1]
         for step in steps:
-            if step > chosen:
+            if step > start:
                 path = self._path(step)
                 if conditions[step] is not _Condition.GOOD:
-                    say(f"warning: the checkpoint {path} is damaged; going on from step {chosen}.")
+                    say(f"warning: the checkpoint {path} is damaged; going on from step {start}.")
                 self._discard(step)
-        return chosen, state
+        return start, state
 
     def read(self, step: int, like: T) -> T | None:
         """The state of a step; None if it is missing, damaged or of another structure.
@@ -162,10 +162,10 @@ class Checkpoints:
 
     def _discard(self, step: int) -> None:
         """Removes a checkpoint: a kill does not leave half of it under the name of a whole one."""
-        path, gone = self._path(step), self._path(step, _GONE)
+        path, trash = self._path(step), self._path(step, _GONE)
         with written(path):
-            path.rename(gone)
-        _remove(gone)
+            path.rename(trash)
+        _remove(trash)
 
     def _load(self, step: int, like: T) -> T:
         leaves = {

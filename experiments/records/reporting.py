@@ -139,11 +139,15 @@ class Progress:
         if not self._bar.disable:
             self._bar.set_postfix_str(text)
             return
-        done, seconds = self._step - self._first, now - self._start
-        left = f", {(self._steps - self._step) * seconds / done:.0f} s left" if done else ""
+        step_count, seconds = self._step - self._first, now - self._start
+        time_left = (
+            f", {(self._steps - self._step) * seconds / step_count:.0f} s left"
+            if step_count
+            else ""
+        )
         loss = f"loss {_summary(row['train_loss'])}, " if self._step else ""
-        of = watched.replace("_", "-")
-        say(f"step {row['step']}/{self._steps}: {loss}{of} {text}{left}")
+        set_name = watched.replace("_", "-")
+        say(f"step {row['step']}/{self._steps}: {loss}{set_name} {text}{time_left}")
 
     def close(self) -> None:
         """Leaves the bar as it is."""
@@ -157,23 +161,23 @@ def number(value: float) -> str:
 
 def _summary(values: list[float | None]) -> str:
     """One value, or the mean of several with their range; diverged lanes are an asterisk."""
-    alive = [value for value in values if value is not None]
-    star = "*" if len(alive) < len(values) else ""
-    if not alive:
-        return star
-    if len(alive) == 1:
-        return f"{number(alive[0])}{star}"
-    mean = sum(alive) / len(alive)
-    return f"{number(mean)} [{number(min(alive))}, {number(max(alive))}]{star}"
+    alive_values = [value for value in values if value is not None]
+    asterisk = "*" if len(alive_values) < len(values) else ""
+    if not alive_values:
+        return asterisk
+    if len(alive_values) == 1:
+        return f"{number(alive_values[0])}{asterisk}"
+    mean = sum(alive_values) / len(alive_values)
+    return f"{number(mean)} [{number(min(alive_values))}, {number(max(alive_values))}]{asterisk}"
 
 
 def _terminal_size() -> dict[str, Any]:
     """What tqdm is told of the terminal: to follow its size, or 80 columns if it has none."""
     try:
-        sized = min(os.get_terminal_size(sys.stderr.fileno())) > 0
+        has_size = min(os.get_terminal_size(sys.stderr.fileno())) > 0
     except (OSError, ValueError):
-        sized = False
-    return {"dynamic_ncols": True} if sized else {"ncols": 80, "nrows": 24}
+        has_size = False
+    return {"dynamic_ncols": True} if has_size else {"ncols": 80, "nrows": 24}
 
 
 class TensorBoard:
@@ -210,8 +214,13 @@ class TensorBoard:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.summary import scalar
 
-        trained = {name: values for name, values in row.items() if name.startswith("train_")}
-        curves = {f"train/{name.removeprefix('train_')}": own for name, own in trained.items()}
+        training_values = {
+            name: values for name, values in row.items() if name.startswith("train_")
+        }
+        curves = {
+            f"train/{name.removeprefix('train_')}": lane_values
+            for name, lane_values in training_values.items()
+        }
         curves |= {f"{watched}/{name}": values for name, values in row[watched].items()}
         for curve, values in curves.items():
             for name, value in zip(self._names, values, strict=True):

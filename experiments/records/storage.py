@@ -145,8 +145,8 @@ def _number(error: BaseException) -> int | None:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
     text = str(error)
-    if wrapped := _IN_TENSORSTORE.search(text):
-        return int(wrapped[1])
+    if match := _IN_TENSORSTORE.search(text):
+        return int(match[1])
     if not isinstance(error, RuntimeError):  # XLA's errors are, and have the words alone
         return None
     return next((number for number in _NO_WRITING if os.strerror(number) in text), None)

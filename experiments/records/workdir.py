@@ -124,23 +124,23 @@ class Workdir:
     def check_held(self) -> None:
         """Raises ``StorageError`` if the directory that was claimed is no longer there."""
         try:
-            held = self._lock is not None and os.path.samestat(
+            unchanged = self._lock is not None and os.path.samestat(
                 os.fstat(self._lock.fileno()), (self.path / "lock").stat()
             )
         except OSError:
-            held = False
-        if not held:
+            unchanged = False
+        if not unchanged:
             raise StorageError(f"the workdir {self.path} was removed while the run was training.")
 
     def _check_links(self) -> None:
         """Raises ``UserError`` if a symbolic link in the directory leads out of it: through it a
         stranger's workdir would have other files written."""
-        inside = self.path.resolve()
+        root = self.path.resolve()
         for folder, folders, names in os.walk(self.path):
-            for one in [Path(folder, name) for name in (*folders, *names)]:
-                if one.is_symlink() and not one.resolve().is_relative_to(inside):
+            for entry in [Path(folder, name) for name in (*folders, *names)]:
+                if entry.is_symlink() and not entry.resolve().is_relative_to(root):
                     raise UserError(
-                        f"{one} is a symbolic link that leaves the workdir; put what it leads to "
+                        f"{entry} is a symbolic link that leaves the workdir; put what it leads to "
                         "in its place."
                     )
 
@@ -150,9 +150,9 @@ class Workdir:
         Raises:
           UserError: if the folder is not ours, or belongs to another config.
         """
-        before = self.read_json(_CONFIG)
-        if before is not None:
-            self._check_same(before, config)
+        previous = self.read_json(_CONFIG)
+        if previous is not None:
+            self._check_same(previous, config)
             self.read_json("summary.json")  # before compute is spent
             _sort(self.timing, _is_timing)
             return True
@@ -182,24 +182,26 @@ class Workdir:
           A sentence if that was on other devices or another mesh, else None.
         """
         if (summary := self.read_json("summary.json")) is not None:
-            path, old = self.path / "summary.json", f"summary-{summary.get('steps')}.json"
+            path, archive = self.path / "summary.json", f"summary-{summary.get('steps')}.json"
             with written(path):
-                os.replace(path, self.path / old)
-        before, now = self.read_json(_CONFIG), _origin()
-        origins = [{name: before.get(name) for name in now}, *before.get("continued", [])]
+                os.replace(path, self.path / archive)
+        previous, current = self.read_json(_CONFIG), _origin()
+        origins = [{name: previous.get(name) for name in current}, *previous.get("continued", [])]
         if not began:
-            origins = [now]
-        elif origins[-1] != now:
-            origins.append(now)
-        continued = {"continued": origins[1:]} if origins[1:] else {}
-        self.write_json(_CONFIG, {**_settings(config), **origins[0], **continued})
-        others = {origin["device"]: None for origin in origins if origin["device"] != now["device"]}
+            origins = [current]
+        elif origins[-1] != current:
+            origins.append(current)
+        continuations = {"continued": origins[1:]} if origins[1:] else {}
+        self.write_json(_CONFIG, {**_settings(config), **origins[0], **continuations})
+        other_devices = {
+            origin["device"]: None for origin in origins if origin["device"] != current["device"]
+        }
         old_mesh, mesh = (
-            before.get("config", {}).get("training", {}).get("mesh"),
+            previous.get("config", {}).get("training", {}).get("mesh"),
             config.training.mesh,
         )
-        if others:
-            change = f"on {' and '.join(others)} and goes on on {now['device']}"
+        if other_devices:
+            change = f"on {' and '.join(other_devices)} and goes on on {current['device']}"
         elif began and old_mesh not in (None, mesh):
             change = f"with --mesh={old_mesh} and goes on with --mesh={mesh}"
         else:
@@ -222,9 +224,9 @@ class Workdir:
 
     def steps(self) -> int:
         """How many steps the run is to have; 0 if it does not say."""
-        recorded = self.read_json(_CONFIG)
+        document = self.read_json(_CONFIG)
         try:
-            return int(recorded["config"]["training"]["steps"])
+            return int(document["config"]["training"]["steps"])
         except (KeyError, TypeError, ValueError):
             return 0
 
@@ -235,50 +237,59 @@ class Workdir:
     def _trained(self) -> int:
         """How many steps the run has been trained for; 0 if nothing came of them that is kept."""
         names = [path.name for path in (self.path / "checkpoints").glob("*")]
-        saved = [int(name) for name in names if name.isdecimal()]
-        if not saved and not (self.path / "summary.json").exists():
+        saved_steps = [int(name) for name in names if name.isdecimal()]
+        if not saved_steps and not (self.path / "summary.json").exists():
             return 0
-        return max([*saved, *(row["step"] for row in read_rows(self.metrics))], default=0)
+        return max([*saved_steps, *(row["step"] for row in read_rows(self.metrics))], default=0)
 
     def close(self) -> None:
         """Lets other processes have the directory."""
         if self._lock is not None:
             self._lock.close()
 
-    def _check_same(self, before: dict[str, Any], config: Config) -> None:
-        old = before.get("identity")
-        continued = before.get("continued", [])
-        origins = [before, *continued] if isinstance(continued, list) else [None]
-        told = all(isinstance(one, dict) and isinstance(one.get("device"), str) for one in origins)
-        if not isinstance(old, dict) or not told:
+    def _check_same(self, previous: dict[str, Any], config: Config) -> None:
+        old = previous.get("identity")
+        continuations = previous.get("continued", [])
+        origins = [previous, *continuations] if isinstance(continuations, list) else [None]
+        complete = all(
+            isinstance(origin, dict) and isinstance(origin.get("device"), str) for origin in origins
+        )
+        if not isinstance(old, dict) or not complete:
             raise UserError(
                 f"{self.path / _CONFIG} was made by another version of these experiments; "
                 "choose another --workdir."
             )
         new = config.identity()
+        if "task.content" not in old:  # an earlier version did not record it
+            new.pop("task.content", None)
         defaults = identity_defaults(config.task)  # an earlier version did not have them yet
-        recorded, old = old, {name: defaults[name] for name in new if name in defaults} | old
+        recorded_identity, old = (
+            old,
+            {name: defaults[name] for name in new if name in defaults} | old,
+        )
         for name, value in cells_own(config.model).items():  # which one did not record as such
             if f"model.{name}" in old and old[f"model.{name}"] is None:
                 old[f"model.{name}"] = value
-        different = [name for name in {**new, **old} if old.get(name) != new.get(name)]
-        if recorded.keys() < new.keys() and any(old.get(name) is None for name in different):
+        differences = [name for name in {**new, **old} if old.get(name) != new.get(name)]
+        if recorded_identity.keys() < new.keys() and any(
+            old.get(name) is None for name in differences
+        ):
             raise EarlierVersionError(self.path)  # it left more settings to the cell
-        if different == ["training.steps"]:
+        if differences == ["training.steps"]:
             raise UserError(
                 f"the schedule of the run in {self.path} is made for {old['training.steps']} "
                 "steps and cannot get another length; choose another --workdir."
             )
-        if different:
-            name = different[0]
+        if differences:
+            name = differences[0]
             raise UserError(
                 f"the workdir {self.path} belongs to another configuration "
                 f"({name.partition('.')[2] or name} is {old.get(name)} there and {new.get(name)} "
                 "here); choose another --workdir."
             )
-        if config.training.steps < (trained := self._trained()):
+        if config.training.steps < (progress := self._trained()):
             raise UserError(
-                f"the run in {self.path} has been trained for {trained} steps; --steps can only "
+                f"the run in {self.path} has been trained for {progress} steps; --steps can only "
                 "be raised."
             )
 
@@ -328,10 +339,10 @@ class Workdir:
         rows, _ = _sort(self.metrics, _is_evaluation)
         rows = [row for row in rows if row["step"] <= last_step]
         _replace(self.metrics, "".join(map(_line, rows)))
-        rows, damaged = _sort(self.timing, _is_timing)
-        if damaged:
+        rows, damage = _sort(self.timing, _is_timing)
+        if damage:
             say(
-                f"warning: {self.timing} is damaged: {damaged} of its lines are lost, and the "
+                f"warning: {self.timing} is damaged: {damage} of its lines are lost, and the "
                 "seconds of training will be too few."
             )
             _replace(self.timing, "".join(map(_line, rows)))
@@ -368,7 +379,7 @@ def _line(row: Row) -> str:
     return json.dumps(row) + "\n"
 
 
-def _sort(path: Path, good: Callable[[Row], bool]) -> tuple[list[Row], int]:
+def _sort(path: Path, is_good: Callable[[Row], bool]) -> tuple[list[Row], int]:
     """The good rows of a file of JSON lines, and how many lines are none."""
     try:
         lines = path.read_bytes().splitlines()
@@ -382,7 +393,7 @@ def _sort(path: Path, good: Callable[[Row], bool]) -> tuple[list[Row], int]:
             row = json.loads(line.decode())
         except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and type(row.get("step")) is int and good(row):
+        if isinstance(row, dict) and type(row.get("step")) is int and is_good(row):
             rows.append(row)
     return rows, len(lines) - len(rows)
 
@@ -415,25 +426,25 @@ def _is_timing(row: Row) -> bool:
 
 def _replace(path: Path, text: str) -> None:
     """Writes a file whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
+    partial_path = path.with_name(path.name + ".partial")
     with written(path):
         try:
-            with partial.open("w") as file:
+            with partial_path.open("w") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(partial, path)
+            os.replace(partial_path, path)
         except OSError:
             with contextlib.suppress(OSError):
-                partial.unlink()
+                partial_path.unlink()
             raise
 
 
 def device_name() -> str:
     """The kind and number of the devices in use, such as ``"cpu x 2"``, and of the processes."""
     devices, processes = jax.devices(), jax.process_count()
-    several = f" in {processes} processes" if processes > 1 else ""
-    return f"{devices[0].device_kind} x {len(devices)}{several}"
+    process_text = f" in {processes} processes" if processes > 1 else ""
+    return f"{devices[0].device_kind} x {len(devices)}{process_text}"
 
 
 def _settings(config: Config) -> dict[str, Any]:
@@ -462,16 +473,16 @@ def commit() -> str | None:
     Nothing is written to the clone: git would refresh its index by the way, and a run that is
     killed then, or whose disk is full, would leave the index locked.
     """
-    here = Path(__file__).parent
+    directory = Path(__file__).parent
 
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", *arguments]
-        done = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+        result = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=True)
+        return result.stdout.strip()
 
     try:
         number = git("rev-parse", "HEAD")
-        changed = git("status", "--porcelain", "--untracked-files=no")
+        changes = git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return f"{number}-dirty" if changed else number
+    return f"{number}-dirty" if changes else number

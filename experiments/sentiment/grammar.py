@@ -54,34 +54,34 @@ def reviews(key: jax.Array, length: int, count: int) -> tuple[jax.Array, jax.Arr
 def _review(key: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     keys = iter(jax.random.split(key, 12))
     size = jax.random.randint(next(keys), (), _SHORTEST, length + 1)
-    words = _one_of(next(keys), FILLERS, (length,))
+    words = _word_sample(next(keys), FILLERS, (length,))
     hardly = jax.random.bernoulli(next(keys), _HARDLY)
-    at = jax.random.randint(next(keys), (), 0, _OPENING)
-    words = words.at[at].set(jnp.where(hardly, WORDS.index("hardly"), words[at]))
+    place = jax.random.randint(next(keys), (), 0, _OPENING)
+    words = words.at[place].set(jnp.where(hardly, WORDS.index("hardly"), words[place]))
     # The rest is cut into as many stretches as there are statements of four words.
     stretch = (size - _OPENING) // _STATEMENTS
     shape = (_STATEMENTS,)
     starts = _OPENING + stretch * jnp.arange(_STATEMENTS, dtype=jnp.int32)
     starts = starts + jax.random.randint(next(keys), shape, 0, stretch - 3)
-    of_film = jnp.arange(_STATEMENTS) == jax.random.randint(next(keys), (), 0, _STATEMENTS)
+    film_mask = jnp.arange(_STATEMENTS) == jax.random.randint(next(keys), (), 0, _STATEMENTS)
     subjects = jnp.where(
-        of_film, _one_of(next(keys), FILMS, shape), _one_of(next(keys), OTHERS, shape)
+        film_mask, _word_sample(next(keys), FILMS, shape), _word_sample(next(keys), OTHERS, shape)
     )
     negated = jax.random.bernoulli(next(keys), _NOT, shape)
-    adverbs = jnp.where(negated, WORDS.index("not"), _one_of(next(keys), ADVERBS, shape))
-    adjectives = _one_of(next(keys), GOOD + BAD, shape)
-    was = jnp.full(shape, WORDS.index("was"), jnp.int32)
-    statements = jnp.stack([subjects, was, adverbs, adjectives], axis=1)
+    adverbs = jnp.where(negated, WORDS.index("not"), _word_sample(next(keys), ADVERBS, shape))
+    adjectives = _word_sample(next(keys), GOOD + BAD, shape)
+    verbs = jnp.full(shape, WORDS.index("was"), jnp.int32)
+    statements = jnp.stack([subjects, verbs, adverbs, adjectives], axis=1)
     places = starts[:, None] + jnp.arange(4, dtype=jnp.int32)[None]
     words = words.at[places].set(statements)
     good = adjectives < WORDS.index(BAD[0])
-    verdict = (of_film & (good ^ negated)).any() ^ hardly
+    verdict = (film_mask & (good ^ negated)).any() ^ hardly
     # The review ends at the last step, with padding in front.
     step = jnp.arange(length, dtype=jnp.int32) - (length - size)
     return jnp.where(step < 0, 0, words[jnp.maximum(step, 0)]), verdict
 
 
-def _one_of(key: jax.Array, words: tuple[str, ...], shape: tuple[int, ...]) -> jax.Array:
+def _word_sample(key: jax.Array, words: tuple[str, ...], shape: tuple[int, ...]) -> jax.Array:
     """Some of the words, which stand beside each other in the vocabulary, int32."""
     first = WORDS.index(words[0])
     return jax.random.randint(key, shape, first, first + len(words), jnp.int32)

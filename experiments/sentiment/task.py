@@ -81,7 +81,7 @@ class SentimentTask(SentimentSettings, SupervisedTask):
         """The held-out sets of the grammar; of IMDB's reviews the shapes of what ``read`` gives."""
         if self.dataset == "grammar":
             return {
-                name: self._drawn(jax.random.key(key), self.held_out_reviews)
+                name: self._sample_batch(jax.random.key(key), self.held_out_reviews)
                 for name, key in _KEYS.items()
             }
 
@@ -105,18 +105,20 @@ class SentimentTask(SentimentSettings, SupervisedTask):
     def _read(self) -> dict[str, Batch]:
         train, test = reviews.read(self.data_dir, self.length, self.vocabulary, reviews.COUNT)
         order = np.random.RandomState(_VALIDATION_SEED).permutation(len(train.words))
-        known, held_out = np.split(order, [self.examples])
+        train_numbers, validation_numbers = np.split(order, [self.examples])
 
         def columns(words: np.ndarray, verdicts: np.ndarray) -> Batch:
             inputs: Any = np.ascontiguousarray(words.T)
             targets: Any = verdicts[None]
             return Batch(inputs, targets)
 
-        words: Any = train.words[known]
-        verdicts: Any = train.verdicts[known]
+        words: Any = train.words[train_numbers]
+        verdicts: Any = train.verdicts[train_numbers]
         return {
             "train": Batch(words, verdicts),
-            "validation": columns(train.words[held_out], train.verdicts[held_out]),
+            "validation": columns(
+                train.words[validation_numbers], train.verdicts[validation_numbers]
+            ),
             "test": columns(test.words, test.verdicts),
         }
 
@@ -125,16 +127,16 @@ class SentimentTask(SentimentSettings, SupervisedTask):
 
     def batch(self, loaded: dict[str, Batch], key: jax.Array, step: jax.Array, size: int) -> Batch:
         if self.dataset == "grammar":
-            return self._drawn(jax.random.fold_in(key, step), size)
+            return self._sample_batch(jax.random.fold_in(key, step), size)
         words, verdicts, _ = loaded["train"]
-        chosen = batch_of_epoch(key, step, size, len(words))
-        return Batch(jnp.swapaxes(words[chosen], 0, 1), verdicts[chosen][None])
+        indices = batch_of_epoch(key, step, size, len(words))
+        return Batch(jnp.swapaxes(words[indices], 0, 1), verdicts[indices][None])
 
     def score(self, outputs: jax.Array, batch: Batch) -> dict[str, jax.Array]:
         logit, verdict = outputs[-1, :, 0], batch.targets[0]
         loss = jax.nn.softplus(jnp.where(verdict, -logit, logit))
         return {"loss": loss, "accuracy": ((logit > 0) == verdict).astype(jnp.float32)}
 
-    def _drawn(self, key: jax.Array, count: int) -> Batch:
+    def _sample_batch(self, key: jax.Array, count: int) -> Batch:
         words, verdicts = grammar.reviews(key, self.length, count)
         return Batch(words, verdicts[None])

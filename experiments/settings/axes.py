@@ -26,7 +26,7 @@ def axes_of(mesh: str) -> dict[str, int] | None:
     if mesh == _AUTO:
         return None
     sizes = dict.fromkeys(AXES, 1)
-    named = set()
+    names = set()
     for entry in mesh.split(","):
         match = _ENTRY.fullmatch(entry)
         if match is None:
@@ -37,9 +37,9 @@ def axes_of(mesh: str) -> dict[str, int] | None:
         axis, size = match.groups()
         if axis not in AXES:
             raise UserError(f"--mesh={mesh}: there is no axis {axis}, there are {_listed(AXES)}.")
-        if axis in named:
+        if axis in names:
             raise UserError(f"--mesh={mesh} names the axis {axis} twice.")
-        named.add(axis)
+        names.add(axis)
         sizes[axis] = int(size)
     return sizes
 

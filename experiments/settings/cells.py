@@ -26,7 +26,7 @@ _PARTS = {
     "read_heads": "read_heads",
     "rows_read": "top_k",
 }
-_NOT_TOLD = ("word_size", "read_heads", "rows_read")  # None: as the cell has it
+_UNSTATED = ("word_size", "read_heads", "rows_read")  # None: as the cell has it
 _STANDARD = rg.GATES["standard"]
 
 # Of what a cell decides and a protocol does not.
@@ -59,12 +59,12 @@ def bare_cell(name: str, hidden_size: int, **parts: int) -> rg.Cell:
             raise UserError(str(error)) from None
         except ValueError as error:
             raise UserError(f"--cell={name}: {_as_flags(str(error))}") from None
-    named = _imported(name)
+    member = _imported(name)
     try:
-        cell = named
-        if isinstance(named, type) or not isinstance(named, nn.Module):
-            fields = getattr(named, "__dataclass_fields__", {"features": None})
-            cell = named(features=hidden_size) if "features" in fields else named()
+        cell = member
+        if isinstance(member, type) or not isinstance(member, nn.Module):
+            fields = getattr(member, "__dataclass_fields__", {"features": None})
+            cell = member(features=hidden_size) if "features" in fields else member()
     except Exception as error:  # a cell of the user's own may fail in any way
         raise UserError(f"--cell={name} cannot be built: {first_line(error)}") from None
     if isinstance(cell, nn.RNNCellBase) and not isinstance(cell, rg.Cell):
@@ -120,31 +120,31 @@ def first_line(error: Exception) -> str:
 def own_settings(cell: rg.Cell) -> dict[str, Any]:
     """The settings that a cell has, with the values that it has of its own accord."""
     fields = {field.name for field in dataclasses.fields(cell)}
-    own: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if fields.issuperset(_INITIALIZERS):
-        own["init"] = "library"
+        settings["init"] = "library"
     for name, field in {"bias_vectors": "bias_vectors", **_PARTS}.items():
         if field in fields:
-            own[name] = None if name in _NOT_TOLD else getattr(cell, field)
-    if own.get("heads") == 1:
-        own["heads"] = None  # whole matrices, as before there were heads
+            settings[name] = None if name in _UNSTATED else getattr(cell, field)
+    if settings.get("heads") == 1:
+        settings["heads"] = None  # whole matrices, as before there were heads
     gate: Any = getattr(cell, "gate", None)
     if isinstance(gate, rg.Gate):
         if gate.activation == "sigmoid" and gate.bias == "constant" and not gate.master:
-            own["forget_bias"] = gate.forget_bias
+            settings["forget_bias"] = gate.forget_bias
         if gate.bias != "constant" and (gate.refine or gate.refine_input):
-            own["refine_bias"] = gate.refine_bias
+            settings["refine_bias"] = gate.refine_bias
         if gate.master:
-            own["downsize"] = gate.downsize
+            settings["downsize"] = gate.downsize
         if gate.bias == "chrono":
-            own["tmax"] = gate.tmax
+            settings["tmax"] = gate.tmax
     if reset := getattr(cell, "reset", None):
-        own["reset"] = reset
+        settings["reset"] = reset
     if "s_update" in fields:
-        own["s_update"] = cell.s_update
+        settings["s_update"] = cell.s_update
     if isinstance(cell, rg.GATO) and isinstance(cell.f, rg.GatedDecay):
-        own["lambda_"] = cell.f.rate
-    return own
+        settings["lambda_"] = cell.f.rate
+    return settings
 
 
 def left_to_protocols(cell: rg.Cell, name: str) -> bool:
@@ -163,16 +163,16 @@ def left_to_protocols(cell: rg.Cell, name: str) -> bool:
 def cells_own(model: ModelSettings) -> dict[str, Any]:
     """The settings of a model's cell that no protocol decides, with the cell's own values."""
     cell = bare_cell(model.cell, model.hidden_size, **parts_of(dataclasses.asdict(model)))
-    own = own_settings(cell)
-    return {name: value for name, value in own.items() if not left_to_protocols(cell, name)}
+    settings = own_settings(cell)
+    return {name: value for name, value in settings.items() if not left_to_protocols(cell, name)}
 
 
 def feedback(cell: rg.Cell) -> str:
     """The field of the state that feeds back: h where there is one, else the first that does."""
     fields = state_fields(cell)
-    summed = cell.sums.fields if cell.sums else ()
-    back = [name for name in fields if name not in summed]
-    return "h" if "h" in fields else back[0]
+    summed_fields = cell.sums.fields if cell.sums else ()
+    feedback_fields = [name for name in fields if name not in summed_fields]
+    return "h" if "h" in fields else feedback_fields[0]
 
 
 def state_fields(cell: rg.Cell) -> tuple[str, ...]:
@@ -225,14 +225,14 @@ def build_cell(model: ModelSettings) -> rg.Cell:
         if (value := getattr(model, name)) is not None
     }
     changes |= parts_of(dataclasses.asdict(model))
-    of_gate = {
+    gate_changes = {
         name: value
         for name in ("forget_bias", "refine_bias", "downsize", "tmax")
         if (value := getattr(model, name)) is not None
     }
     try:
-        if of_gate:
-            changes["gate"] = dataclasses.replace(cell.gate, **of_gate)
+        if gate_changes:
+            changes["gate"] = dataclasses.replace(cell.gate, **gate_changes)
         if model.lambda_ is not None:
             changes["f"] = dataclasses.replace(cell.f, rate=model.lambda_)
         if model.init == "torch":

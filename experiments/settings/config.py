@@ -14,7 +14,8 @@ from experiments.settings.fields import check_all, declared
 from experiments.settings.model import CarrySettings, ModelSettings
 from experiments.settings.optimization import TrainingSettings
 
-_NO_MATHEMATICS = ("model.backend", "task.data_dir", "training.mesh")
+# A file of weights counts by its content.
+_NO_MATHEMATICS = ("model.backend", "task.data_dir", "task.weights", "training.mesh")
 # Than runs whose default directories should be found again.
 _NEWER = (
     "training.ties",
@@ -73,29 +74,37 @@ class Config:
 
         Where the data are the user's own, their ``content``, a digest, is one of them. A longer run
         continues a shorter one, unless its schedule depends on the length.
+
+        Raises:
+          UserError: if the user's data cannot be read.
         """
+        identity = self.identity_without_data()
+        if hasattr(type(self.task), "content") and self.task.content is not None:
+            identity["task.content"] = self.task.content
+        return identity
+
+    def identity_without_data(self) -> dict[str, Any]:
+        """The identity but for the digest of the user's data, which are not read."""
         flat = {
             f"{part}.{name}": value
             for part, settings in self.resolved().items()
             for name, value in settings.items()
         }
-        if hasattr(type(self.task), "content") and self.task.content is not None:
-            flat["task.content"] = self.task.content
-        without = {*_NO_MATHEMATICS}
+        excluded_names = {*_NO_MATHEMATICS}
         if not self.schedule_needs_length:
-            without.add("training.steps")
-        return {name: value for name, value in flat.items() if name not in without}
+            excluded_names.add("training.steps")
+        return {name: value for name, value in flat.items() if name not in excluded_names}
 
     def hash(self) -> str:
         """8 hexadecimal digits of the identity: the same as before a newer setting existed, where
         that has its default."""
         defaults, identity = identity_defaults(self.task), self.identity()
-        older = {
+        older_settings = {
             name: value
             for name, value in identity.items()
             if name not in _NEWER or value != defaults.get(name)
         }
-        text = json.dumps(older, sort_keys=True)
+        text = json.dumps(older_settings, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
     def check(self) -> None:
@@ -130,6 +139,9 @@ class Config:
                 "or --inputs=one_hot or scalar."
             )
         self.task.check()
+        if hasattr(self.task, "check_noise"):
+            noise = (model.dropout, model.layer_dropout, carry.zoneout_c, carry.zoneout_h)
+            self.task.check_noise(any(noise))
         self._check_cell()
 
     def _check_cell(self) -> None:
@@ -164,12 +176,12 @@ class Config:
                 f"--zoneout_c: c of {self.model.cell} is in units of exp(m), which an old c and a "
                 "new one do not share; zone out h."
             )
-        acting = [("detach_state", carry.detach_state)]
-        acting += [("zoneout_c", "c")] if carry.zoneout_c else []
-        acting += [("zoneout_h", "h")] if carry.zoneout_h else []
-        for flag, field in acting:
-            at = field_of(field)
-            if field not in fields and not (isinstance(at, int) and 0 <= at < len(fields)):
+        field_flags = [("detach_state", carry.detach_state)]
+        field_flags += [("zoneout_c", "c")] if carry.zoneout_c else []
+        field_flags += [("zoneout_h", "h")] if carry.zoneout_h else []
+        for flag, field in field_flags:
+            key = field_of(field)
+            if field not in fields and not (isinstance(key, int) and 0 <= key < len(fields)):
                 raise UserError(
                     f"--{flag}: the state of {self.model.cell} has no field {field!r}, "
                     f"it has {' and '.join(fields)}."
@@ -190,10 +202,10 @@ def identity_defaults(task: Any) -> dict[str, Any]:
         "training": TrainingSettings,
     }
     return {
-        f"{part}.{name}": one.default.value
+        f"{part}.{name}": setting.default.value
         for part, cls in parts.items()
-        for name, one in declared(cls).items()
-        if one.default is not None
+        for name, setting in declared(cls).items()
+        if setting.default is not None
     }
 
 

@@ -44,9 +44,9 @@ def without_dependence(settings: Mapping[str, Any]) -> dict[str, Any]:
                 )
             return settings["seed"]
         if isinstance(entry, Depends):
-            by = str(value(settings[entry.setting]))
+            selector = str(value(settings[entry.setting]))
             patterns = entry.values
-            return value(next(patterns[p] for p in patterns if fnmatch.fnmatchcase(by, p)))
+            return value(next(patterns[p] for p in patterns if fnmatch.fnmatchcase(selector, p)))
         return entry
 
     return {name: value(entry) for name, entry in settings.items()}

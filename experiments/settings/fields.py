@@ -145,7 +145,7 @@ def setting(
     singular: str | None = None,
 ) -> Any:
     """A dataclass field that declares a setting; for the arguments see ``Setting``."""
-    declared = {
+    declaration = {
         "meaning": meaning,
         "default": default,
         "least": least,
@@ -155,7 +155,7 @@ def setting(
         "needs": (needs, ()) if isinstance(needs, str) else needs,
         "singular": singular,
     }
-    return dataclasses.field(metadata={"setting": declared})
+    return dataclasses.field(metadata={"setting": declaration})
 
 
 @functools.cache
@@ -177,53 +177,55 @@ def _declared(field: dataclasses.Field[Any], hint: Any) -> Setting:
         optional = True
     if typing.get_origin(hint) is tuple:
         hint, several = typing.get_args(hint)[0], True
-    own = dict(field.metadata["setting"])
-    if hint is int and own["below"] is None and own["most"] is None:
-        own["below"] = _INTEGERS
-    return Setting(field.name, hint, several, optional, **own)
+    options = dict(field.metadata["setting"])
+    if hint is int and options["below"] is None and options["most"] is None:
+        options["below"] = _INTEGERS
+    return Setting(field.name, hint, several, optional, **options)
 
 
 def check_all(settings: Any) -> None:
     """Raises ``UserError`` on the first setting of a dataclass that is not allowed."""
     cls: Any = type(settings)
-    for name, one in declared(cls).items():
-        one.check(getattr(settings, name))
+    for name, declaration in declared(cls).items():
+        declaration.check(getattr(settings, name))
 
 
 def defaults(*classes: Any) -> Iterator[tuple[str, Sourced]]:
     """The settings of dataclasses that have a default, with it."""
     for cls in classes:
-        for name, one in declared(cls).items():
-            if one.default is not None:
-                yield name, one.default
+        for name, declaration in declared(cls).items():
+            if declaration.default is not None:
+                yield name, declaration.default
 
 
 def check_effect(
-    named: Mapping[str, Any], values: Mapping[str, Any], declarations: Mapping[str, Setting]
+    overrides: Mapping[str, Any], values: Mapping[str, Any], declarations: Mapping[str, Setting]
 ) -> None:
     """Raises ``UserError`` on a setting that was given and has no effect beside the others.
 
     Args:
-      named: the settings that the user named.
+      overrides: the settings that the user named.
       values: all settings in effect.
       declarations: of all settings, by name.
     """
-    for name in named:
+    for name in overrides:
         if name not in declarations or (needs := declarations[name].needs) is None:
             continue
-        if not named[name]:  # to turn off what has no effect is no mistake
+        if not overrides[name]:  # to turn off what has no effect is no mistake
             continue
-        other, allowed = needs
-        value = values.get(other)
+        needed_name, allowed = needs
+        value = values.get(needed_name)
         if value in allowed if allowed else value:
             continue
-        shown = (
-            f"--{other.rstrip('_')}={shown_value(value)}" if other in values else f"no --{other}"
+        state = (
+            f"--{needed_name.rstrip('_')}={shown_value(value)}"
+            if needed_name in values
+            else f"no --{needed_name}"
         )
-        with_ = f"={' or '.join(map(str, allowed))}" if allowed else ""
+        condition = f"={' or '.join(map(str, allowed))}" if allowed else ""
         if isinstance(allowed, range):
-            with_ = f" of at least {allowed.start}"
+            condition = f" of at least {allowed.start}"
         raise UserError(
-            f"--{declarations[name].flag} has no effect with {shown}: it needs "
-            f"--{other.rstrip('_')}{with_}."
+            f"--{declarations[name].flag} has no effect with {state}: it needs "
+            f"--{needed_name.rstrip('_')}{condition}."
         )

@@ -44,11 +44,16 @@ class Experiment(NamedTuple):
     def declarations(self) -> dict[str, Setting]:
         """Every setting by name: the shared ones, the task's, and epochs where there are any."""
         classes = [*_SHARED, self.settings, *([Passes] if self.in_passes else [])]
-        declarations = {name: one for cls in classes for name, one in fields.declared(cls).items()}
+        declarations = {
+            name: declaration
+            for cls in classes
+            for name, declaration in fields.declared(cls).items()
+        }
         return {
-            name: one
-            for name, one in declarations.items()
-            if one.needs is None or one.needs[0] in declarations  # else it could have no effect
+            name: declaration
+            for name, declaration in declarations.items()
+            if declaration.needs is None
+            or declaration.needs[0] in declarations  # else it could have no effect
         }
 
     def values(self, protocol: str) -> dict[str, fields.Sourced]:
@@ -85,22 +90,22 @@ def resolve(experiment: Experiment, protocol: str, overrides: Mapping[str, Any])
         if name not in declarations:
             raise UserError(f"--{name.rstrip('_')} is not for {experiment.name}: {_NO_SETTING}")
         declarations[name].check(value)
-    chosen = {name: entry.value for name, entry in sourced.items()} | dict(overrides)
+    raw_settings = {name: entry.value for name, entry in sourced.items()} | dict(overrides)
     forms = getattr(experiment.settings, "forms", {})
-    chosen["cell"] = forms.get(chosen["cell"], chosen["cell"])
-    settings = without_dependence(chosen)
+    raw_settings["cell"] = forms.get(raw_settings["cell"], raw_settings["cell"])
+    settings = without_dependence(raw_settings)
     cells = experiment.protocols[protocol].cells
-    decided = getattr(experiment.settings, "decides", ())
-    settings |= _cell_settings(cells, settings, overrides, decided)
-    task = experiment.task()
-    made = _fill(task, settings)
-    made.check()
-    settings = in_steps(made, settings, overrides)
+    decided_names = getattr(experiment.settings, "decides", ())
+    settings |= _cell_settings(cells, settings, overrides, decided_names)
+    task_class = experiment.task()
+    task = _fill(task_class, settings)
+    task.check()
+    settings = in_steps(task, settings, overrides)
     _check_effect(overrides, settings, declarations)
     config = Config(
         protocol=protocol,
         overrides=dict(overrides),
-        task=made,
+        task=task,
         model=_fill(ModelSettings, settings),
         carry=_fill(CarrySettings, settings),
         training=_fill(TrainingSettings, settings),
@@ -118,8 +123,9 @@ def _check_effect(
     declarations: Mapping[str, Setting],
 ) -> None:
     fields.check_effect(overrides, settings, declarations)
-    if "detach_state" in overrides and not (settings["detach_prob"] or settings["damp_prob"]):
-        raise UserError("--detach_state has no effect without --detach_prob or --damp_prob.")
+    for name in ("detach_state", "detach_query"):
+        if overrides.get(name) and not (settings["detach_prob"] or settings["damp_prob"]):
+            raise UserError(f"--{name} has no effect without --detach_prob or --damp_prob.")
     if "ties" in overrides and not (settings["keep_best"] or settings["patience"]):
         raise UserError("--ties has no effect without --keep_best or --patience.")
     if overrides.get("keep_best") is False and settings["patience"]:
@@ -130,7 +136,7 @@ def _cell_settings(
     cells: Mapping[str, Mapping[str, Any]],
     settings: Mapping[str, Any],
     overrides: Mapping[str, Any],
-    decided: tuple[str, ...],
+    decided_names: tuple[str, ...],
 ) -> dict[str, Any]:
     """The settings that the cell has: from the command line, the protocol or the cell itself."""
     from experiments.settings.cells import (
@@ -143,8 +149,10 @@ def _cell_settings(
 
     name = settings["cell"]
     cell = bare_cell(name, settings["hidden_size"], **parts_of(overrides))
-    own = {
-        setting: value for setting, value in own_settings(cell).items() if setting not in decided
+    cell_values = {
+        setting: value
+        for setting, value in own_settings(cell).items()
+        if setting not in decided_names
     }
     family = _family(cells, cell)
     values: dict[str, Any] = {}
@@ -152,14 +160,14 @@ def _cell_settings(
         setting = field.name
         if setting not in _OF_THE_CELL:
             continue
-        if setting in overrides and setting not in own:
+        if setting in overrides and setting not in cell_values:
             raise UserError(f"--{setting.rstrip('_')} is not for {name}: {_NO_SETTING}")
         if setting in overrides:
             values[setting] = overrides[setting]
-        elif setting in own and setting in family and left_to_protocols(cell, setting):
+        elif setting in cell_values and setting in family and left_to_protocols(cell, setting):
             values[setting] = family[setting].value
         else:
-            values[setting] = own.get(setting)
+            values[setting] = cell_values.get(setting)
     if values["tmax"] == "hidden_size":
         values["tmax"] = settings["hidden_size"]
     if settings["detach_state"] == "feedback":
@@ -188,8 +196,8 @@ def explain(experiment: Experiment, config: Config) -> dict[str, dict[str, Any]]
     cell = bare_cell(model.cell, model.hidden_size, **parts_of(dataclasses.asdict(model)))
     family = _family(experiment.protocols[config.protocol].cells, cell)
     values = {name: value for part in config.resolved().values() for name, value in part.items()}
-    explained = {}
-    for name, one in experiment.declarations().items():
+    explanations = {}
+    for name, declaration in experiment.declarations().items():
         if values.get(name) is None:
             continue
         if name in config.overrides:
@@ -197,10 +205,14 @@ def explain(experiment: Experiment, config: Config) -> dict[str, dict[str, Any]]
         elif name in family and left_to_protocols(cell, name):
             source = family[name].source
         else:
-            own = OWN_SOURCES.get(name, "the cell's own")
-            source = sourced[name].source if name in sourced else own
-        explained[one.flag] = {"value": values[name], "meaning": one.meaning, "source": source}
-    return explained
+            fallback = OWN_SOURCES.get(name, "the cell's own")
+            source = sourced[name].source if name in sourced else fallback
+        explanations[declaration.flag] = {
+            "value": values[name],
+            "meaning": declaration.meaning,
+            "source": source,
+        }
+    return explanations
 
 
 _OF_THE_CELL = (

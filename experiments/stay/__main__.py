@@ -24,14 +24,16 @@ def begin(flag_values: dict[str, Any]) -> None:
         return
     finished = runs.finished(workdir, [STAY])
     metrics = finished.summary["metrics"]
-    others = finished.config.task.metrics[1:]
+    other_metrics = finished.config.task.metrics[1:]
     for lane, (seed, rate) in enumerate(finished.config.training.lanes):
         if not finished.diverged[lane]:
-            values = [number(metrics[other.name]["per_run"][lane]["value"]) for other in others]
+            values = [
+                number(metrics[metric.name]["per_run"][lane]["value"]) for metric in other_metrics
+            ]
             scores = (
-                f"{other.name} {value}"
-                + f" ({other.baseline_name} {other.baseline:.4g})" * (other.name == "accuracy")
-                for other, value in zip(others, values, strict=True)
+                f"{metric.name} {value}"
+                + f" ({metric.baseline_name} {metric.baseline:.4g})" * (metric.name == "accuracy")
+                for metric, value in zip(other_metrics, values, strict=True)
             )
             say(f"test {', '.join(scores)} (seed {seed}, learning rate {rate:g})")
     with tolerated(workdir / "figures", say):

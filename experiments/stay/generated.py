@@ -48,21 +48,21 @@ def draw(key: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
       float32 ``[T, B, V + 1]``: values, NaN where there is none, and last the time in 48 hours,
       NaN in the padding before the first time; int32 ``[B]``: 1 for a long stay.
     """
-    label_key, count_key, time_key, which_key, level_key, noise_key = jax.random.split(key, 6)
+    label_key, count_key, time_key, measured_key, level_key, noise_key = jax.random.split(key, 6)
     shape = (TIMES, count, SIGNS)
     long_stay = jax.random.bernoulli(label_key, 0.5, (count,))
     times = jax.random.randint(count_key, (count,), FEWEST, TIMES + 1)
     padding = jnp.arange(TIMES)[:, None] < (TIMES - times)[None]
     # Those of the padding are sorted to the front.
-    drawn = jax.random.uniform(time_key, (TIMES, count), jnp.float32)
-    time = jnp.sort(jnp.where(padding, -1.0, drawn), axis=0)
-    which = jax.random.bernoulli(which_key, jnp.broadcast_to(_measured_prob(), shape))
+    random_times = jax.random.uniform(time_key, (TIMES, count), jnp.float32)
+    time = jnp.sort(jnp.where(padding, -1.0, random_times), axis=0)
+    measured = jax.random.bernoulli(measured_key, jnp.broadcast_to(_measured_prob(), shape))
     level = jnp.float32(LEVEL) * jax.random.normal(level_key, shape[1:], jnp.float32)
     noise = jnp.float32(NOISE) * jax.random.normal(noise_key, shape, jnp.float32)
     y = jnp.where(long_stay, jnp.float32(1), jnp.float32(-1))
     trend = y[:, None] * trends()[None]
     values = level[None] + trend[None] * time[..., None] + noise
-    values = jnp.where(which & ~padding[..., None], values, jnp.nan)
+    values = jnp.where(measured & ~padding[..., None], values, jnp.nan)
     time = jnp.where(padding, jnp.nan, time)
     return jnp.concatenate([values, time[..., None]], axis=-1), long_stay.astype(jnp.int32)
 

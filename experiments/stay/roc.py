@@ -23,16 +23,16 @@ def log_odds(finished: Finished, params: Any, batch: Batch) -> np.ndarray:
     task = finished.learner.task
 
     @jax.jit
-    def score(params: Any, part: Batch) -> jax.Array:
-        outputs = finished.learner.apply(params, part.inputs, **task.masks(part))  # type: ignore[attr-defined]
+    def score(params: Any, chunk: Batch) -> jax.Array:
+        outputs = finished.learner.apply(params, chunk.inputs, **task.masks(chunk))  # type: ignore[attr-defined]
         return outputs[-1, :, 0]
 
     count = batch.inputs.shape[1]
-    parts = [
+    chunks = [
         jax.tree.map(lambda leaf, first=first: leaf[:, first : first + _ROWS], batch)
         for first in range(0, count, _ROWS)
     ]
-    return np.concatenate([np.asarray(score(params, part)) for part in parts])
+    return np.concatenate([np.asarray(score(params, chunk)) for chunk in chunks])
 
 
 def draw(finished: Finished, workdir: Path) -> None:
@@ -59,13 +59,13 @@ def draw(finished: Finished, workdir: Path) -> None:
                 continue
             logit = log_odds(finished, finished.lane(finished.params, lane), test)
             labels.append(f"seed {seed}, rate {rate:g}: area {roc_auc_score(long_stay, logit):.3f}")
-            wrong, right, _ = roc_curve(long_stay, logit)
-            axes.plot(wrong, right, label=labels[-1], **line_style(lane))
+            false_rates, true_rates, _ = roc_curve(long_stay, logit)
+            axes.plot(false_rates, true_rates, label=labels[-1], **line_style(lane))
         if config.task.generated:
             best = np.asarray(generated.log_odds(test.inputs))
             labels.append(f"best possible: area {roc_auc_score(long_stay, best):.3f}")
-            wrong, right, _ = roc_curve(long_stay, best)
-            axes.plot(wrong, right, label=labels[-1], color="black", linewidth=1)
+            false_rates, true_rates, _ = roc_curve(long_stay, best)
+            axes.plot(false_rates, true_rates, label=labels[-1], color="black", linewidth=1)
         labels.append("chance: area 0.5")
         axes.plot([0, 1], [0, 1], label=labels[-1], color="0.45", linestyle="--", linewidth=1)
         axes.set_aspect("equal")

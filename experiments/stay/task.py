@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -107,8 +108,8 @@ class StayTask(StaySettings, SupervisedTask):
         share = self._long_share
         name = "chance" if self.generated else "majority"
         entropy = -sum(p * math.log(p) for p in (share, 1 - share) if p)
-        of_best = [Metric("share_of_best", True, 0.0, "chance")] if self.generated else []
-        accuracy = [Metric("accuracy", True, max(share, 1 - share), name), *of_best]
+        best_metrics = [Metric("share_of_best", True, 0.0, "chance")] if self.generated else []
+        accuracy = [Metric("accuracy", True, max(share, 1 - share), name), *best_metrics]
         ranking = [Metric("auroc", True, 0.5, "chance"), Metric("auprc", True, share, "chance")]
         # Two of three stays of CinC 2012 are long, so that accuracy tells little: ours.
         first, second = (ranking, accuracy) if self.dataset == "cinc2012" else (accuracy, ranking)
@@ -118,6 +119,16 @@ class StayTask(StaySettings, SupervisedTask):
     def generated(self) -> bool:
         """Whether the stays are drawn, and the best answer is known."""
         return self.dataset == "generated"
+
+    @property
+    def content(self) -> str | None:
+        """A digest of the stays in files, which no setting tells."""
+        if self.generated or self.data_dir is None:
+            return None
+        digest = hashlib.sha256()
+        for array in self._stays:
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()[:16]
 
     @property
     def examples(self) -> int:
@@ -170,20 +181,20 @@ class StayTask(StaySettings, SupervisedTask):
         parts = stays.split(self._stays)
         scale = stays.Scale.of(self._stays, parts[0])
 
-        def batch(part: np.ndarray) -> Batch:
-            inputs: Any = stays.dense(self._stays, part, self.longest, scale)
-            labels: Any = self._stays.long_stay[part].astype(np.int32)
+        def batch(numbers: np.ndarray) -> Batch:
+            inputs: Any = stays.dense(self._stays, numbers, self.longest, scale)
+            labels: Any = self._stays.long_stay[numbers].astype(np.int32)
             return Batch(inputs, labels)
 
-        def held_out(name: str, part: np.ndarray) -> Batch:
-            inputs, labels, _ = batch(part)
+        def held_out(name: str, numbers: np.ndarray) -> Batch:
+            inputs, labels, _ = batch(numbers)
             if len(np.unique(labels)) < 2:
                 raise UserError(
                     f"--data_dir={self.data_dir} has too few stays: those of the {name} part must "
                     f"be some long and some short, but it has {len(labels)} of one kind."
                 )
-            together: Any = np.ascontiguousarray(np.swapaxes(inputs, 0, 1))
-            return Batch(together, labels[None])
+            sequences: Any = np.ascontiguousarray(np.swapaxes(inputs, 0, 1))
+            return Batch(sequences, labels[None])
 
         train, validation, test = parts
         return {
@@ -197,8 +208,8 @@ class StayTask(StaySettings, SupervisedTask):
         if self.generated:
             keys = jax.random.split(jax.random.key(_GENERATED_KEY))
             return {
-                "validation": _drawn(keys[0], _GENERATED_VALIDATION),
-                "test": _drawn(keys[1], _GENERATED_TEST),
+                "validation": _sample_batch(keys[0], _GENERATED_VALIDATION),
+                "test": _sample_batch(keys[1], _GENERATED_TEST),
             }
         train, validation, test = self.sizes
 
@@ -218,10 +229,10 @@ class StayTask(StaySettings, SupervisedTask):
 
     def batch(self, loaded: dict[str, Batch], key: jax.Array, step: jax.Array, size: int) -> Batch:
         if self.generated:
-            return _drawn(jax.random.fold_in(key, step), size)
+            return _sample_batch(jax.random.fold_in(key, step), size)
         inputs, labels, _ = loaded["train"]
-        chosen = batch_of_epoch(key, step, size, len(inputs))
-        return Batch(jnp.swapaxes(inputs[chosen], 0, 1), labels[chosen][None])
+        indices = batch_of_epoch(key, step, size, len(inputs))
+        return Batch(jnp.swapaxes(inputs[indices], 0, 1), labels[indices][None])
 
     def masks(self, batch: Batch) -> dict[str, jax.Array]:
         return {"valid": ~jnp.isnan(batch.inputs[..., -1])}
@@ -248,9 +259,9 @@ class StayTask(StaySettings, SupervisedTask):
         self, sums: Mapping[str, tuple[np.ndarray, np.ndarray]], outputs: list[Any]
     ) -> dict[str, Any]:
         scores = super().scores(sums, outputs)
-        joined = {name: np.concatenate([rows[name] for rows in outputs]) for name in outputs[0]}
-        counts = joined.pop("counts").astype(bool)
-        rows = {name: column[counts] for name, column in joined.items()}
+        columns = {name: np.concatenate([rows[name] for rows in outputs]) for name in outputs[0]}
+        counts = columns.pop("counts").astype(bool)
+        rows = {name: column[counts] for name, column in columns.items()}
         long_stay = rows["long_stay"] == 1
         scores |= ranking(rows["logit"], long_stay)
         if self.generated:
@@ -279,7 +290,7 @@ def ranking(logit: np.ndarray, long_stay: np.ndarray) -> dict[str, float]:
     }
 
 
-def _drawn(key: jax.Array, count: int) -> Batch:
+def _sample_batch(key: jax.Array, count: int) -> Batch:
     inputs, long_stay = generated.draw(key, count)
     return Batch(inputs, long_stay[None])
 

@@ -75,19 +75,21 @@ def _options(executor: str, flag_values: dict[str, Any]) -> Any:
 
     options = {name: flag_values[name] for name in Options._fields if name in flag_values}
     for name in options:
-        where = {"processes": "local ray slurm", "gpus_per_run": "ray slurm"}.get(name, "slurm")
-        if executor not in where.split():
+        executor_names = {"processes": "local ray slurm", "gpus_per_run": "ray slurm"}.get(
+            name, "slurm"
+        )
+        if executor not in executor_names.split():
             raise UserError(f"--{name} has no effect with --executor={executor}.")
         if options.get("cluster") == "local" and name in ("partition", "sbatch"):
             raise UserError(f"--{name} has no effect with --cluster=local.")
-    for name, least, most in (
+    for name, minimum, maximum in (
         ("processes", 1, 1024),
         ("gpus_per_run", 0, 1024),
         ("minutes", 1, 525_600),
     ):
-        if not least <= options.get(name, least) <= most:
+        if not minimum <= options.get(name, minimum) <= maximum:
             raise UserError(
-                f"--{name} must be at least {least} and at most {most}, got {options[name]}."
+                f"--{name} must be at least {minimum} and at most {maximum}, got {options[name]}."
             )
     if "sbatch" in options:
         pairs = [entry.partition("=") for entry in options["sbatch"].split(",")]

@@ -133,9 +133,11 @@ class OnRay:
         workers = options.processes or len(os.sched_getaffinity(0))
         self.slots: int | None = workers
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        own = {"num_cpus": workers, "include_dashboard": False} if address == "local" else {}
+        cluster_options = (
+            {"num_cpus": workers, "include_dashboard": False} if address == "local" else {}
+        )
         try:
-            self._ray.init(address, log_to_driver=False, logging_level="ERROR", **own)
+            self._ray.init(address, log_to_driver=False, logging_level="ERROR", **cluster_options)
         except (ConnectionError, OSError, RuntimeError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0].rstrip(".")
             raise UserError(f"--executor=ray: {reason}.") from None
@@ -175,9 +177,9 @@ class OnSlurm:
 
     def __init__(self, options: Options, directory: Path) -> None:
         submitit = _module("submitit", "slurm")
-        here = options.cluster == "local"
+        is_local = options.cluster == "local"
         self.slots: int | None = None
-        if here:  # submitit's own start all at once
+        if is_local:  # submitit's own start all at once
             self.slots = options.processes or len(os.sched_getaffinity(0))
         try:
             self._executor = submitit.AutoExecutor(directory / "submitit", options.cluster)
@@ -186,7 +188,7 @@ class OnSlurm:
         parameters: dict[str, Any] = {"timeout_min": options.minutes, "name": directory.name}
         if options.gpus_per_run:
             parameters["gpus_per_node"] = options.gpus_per_run
-        if not here:
+        if not is_local:
             parameters["slurm_array_parallelism"] = options.processes or 256
             if options.partition:
                 parameters["slurm_partition"] = options.partition

@@ -69,8 +69,8 @@ class Run(NamedTuple):
     @property
     def row(self) -> dict[str, str]:
         """The flags that it shares with the other seeds and rates of its row."""
-        own = self.flags.items()
-        return {name: _text(value) for name, value in own if name not in _SWEPT}
+        items = self.flags.items()
+        return {name: _text(value) for name, value in items if name not in _SWEPT}
 
 
 def read(path: Path, directory: Path) -> list[Run]:
@@ -85,9 +85,11 @@ def read(path: Path, directory: Path) -> list[Run]:
     """
     experiment, combinations = asked(path)
     runs = [_run(path, experiment, combination, directory) for combination in combinations]
-    twice = [run for run in runs if [other.workdir for other in runs].count(run.workdir) > 1]
-    if twice:
-        raise UserError(f"{path} asks twice for the same run: {twice[0].line}.")
+    duplicates = [
+        run for run in runs if [candidate.workdir for candidate in runs].count(run.workdir) > 1
+    ]
+    if duplicates:
+        raise UserError(f"{path} asks twice for the same run: {duplicates[0].line}.")
     return runs
 
 
@@ -107,31 +109,33 @@ def asked(path: Path) -> tuple[Experiment, list[Flags]]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not TOML: {error}.") from None
     _check_names(path, content, {"binary", "settings", "grid", "also"})
-    by_name = {one.name: one for one in EXPERIMENTS if not one.study}
+    experiments = {
+        experiment.name: experiment for experiment in EXPERIMENTS if not experiment.study
+    }
     binary = content.get("binary")
-    if not isinstance(binary, str) or binary not in by_name:
-        raise UserError(f'{path}: binary = "..." must be one of {", ".join(by_name)}.')
-    return by_name[binary], list(_combinations(path, content))
+    if not isinstance(binary, str) or binary not in experiments:
+        raise UserError(f'{path}: binary = "..." must be one of {", ".join(experiments)}.')
+    return experiments[binary], list(_combinations(path, content))
 
 
 def _combinations(path: Path, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     shared = _table(path, "settings", content.get("settings", {}))
     grids: list[tuple[Flags, Any]] = [({}, content["grid"])] if "grid" in content else []
-    others = content.get("also", [])
-    if not isinstance(others, list):
+    additions = content.get("also", [])
+    if not isinstance(additions, list):
         raise UserError(f"{path}: also must be tables, each under [[also]].")
-    for also in others:
-        more = dict(_table(path, "also", also))
-        grid = more.pop("grid", {})
-        grids.append((more, grid))
+    for addition in additions:
+        extra_flags = dict(_table(path, "also", addition))
+        grid = extra_flags.pop("grid", {})
+        grids.append((extra_flags, grid))
     if not grids:
         raise UserError(f"{path} has no [grid].")
-    for own, grid in grids:
+    for own_flags, grid in grids:
         for name, values in _table(path, "grid", grid).items():
             if not isinstance(values, list) or not values:
                 raise UserError(f"{path}: {name} in the grid must be a list of values.")
         for values in itertools.product(*grid.values()):
-            yield {**shared, **own, **dict(zip(grid, values, strict=True))}
+            yield {**shared, **own_flags, **dict(zip(grid, values, strict=True))}
 
 
 def _table(path: Path, name: str, content: Any) -> Mapping[str, Any]:
@@ -166,10 +170,10 @@ def configured(experiment: Experiment, flag_values: Flags) -> Config:
       UserError: if they cannot be met, or are not for a run of a sweep.
       absl.flags.Error: if there is no such flag, or it has no such value.
     """
-    parsed = flags.parse(
+    parsed_flags = flags.parse(
         ["sweep", *_texts(flag_values)], lambda values: flags.define_experiment(experiment, values)
     )
-    request = flags.request(experiment, parsed)
+    request = flags.request(experiment, parsed_flags)
     if request.workdir or request.describe or request.compile_for:
         raise UserError("--workdir, --describe and --compile_for are not for a sweep.")
     if any(name in flag_values for name in flags.OF_PROCESSES):

@@ -52,7 +52,7 @@ class _Pool:
         self.failed = 0
         self._tries = dict.fromkeys(self.waiting, 0)
         self._rows = dict.fromkeys(self.waiting, 0)
-        self._told: set[int] = set()  # that another process trains them
+        self._reported_numbers: set[int] = set()  # that another process trains them
 
     def start(self) -> None:
         """Starts what there is room for."""
@@ -63,9 +63,9 @@ class _Pool:
             if len(numbers) >= room:
                 break
             if Workdir(self._runs[number].workdir).in_use():
-                if number not in self._told:
+                if number not in self._reported_numbers:
                     say(f"{self._name(number)} is trained by another process; waiting for it")
-                self._told.add(number)
+                self._reported_numbers.add(number)
                 continue
             self.waiting.remove(number)
             if not _finished(self._runs[number]):
@@ -98,8 +98,8 @@ class _Pool:
             say(f"{name} is finished: {run.line}")
             return
         path = log(run)
-        said = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
-        if said and said[-1].endswith(_IN_USE):  # begun between our look and our start
+        lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
+        if lines and lines[-1].endswith(_IN_USE):  # begun between our look and our start
             self.waiting.append(number)
             return
         self._tries[number] = 1 + self._tries[number] * (_rows(run) <= self._rows[number])
@@ -109,8 +109,8 @@ class _Pool:
             self.waiting.append(number)
             return
         self.failed += 1
-        last = said[-1] if said else "no word"
-        say(f"{name} failed with exit code {code} ({last}): {run.line}")
+        last_line = lines[-1] if lines else "no word"
+        say(f"{name} failed with exit code {code} ({last_line}): {run.line}")
 
     def _name(self, number: int) -> str:
         return f"run {number + 1} of {len(self._runs)}"

@@ -111,10 +111,10 @@ def _best_row(label: str, by_rate: dict[float, list[Run]], metric: Metric) -> Ro
     }
     choose = max if metric.higher_is_better else min
     rate = choose(scores, key=lambda rate: scores[rate])
-    finished = [run for run in by_rate[rate] if _summary(run) is not None]
-    values = [value for run in finished for value in _results(run, rate, metric)]
-    missing = len(by_rate[rate]) - len(finished)
-    return Row(label, rate, len(by_rate), tuple(finished), tuple(values), missing)
+    finished_runs = [run for run in by_rate[rate] if _summary(run) is not None]
+    values = [value for run in finished_runs for value in _results(run, rate, metric)]
+    missing = len(by_rate[rate]) - len(finished_runs)
+    return Row(label, rate, len(by_rate), tuple(finished_runs), tuple(values), missing)
 
 
 def _number(text: str) -> float | str:
@@ -144,12 +144,12 @@ def _watched(run: Run, rate: float, metric: Metric) -> list[float | None] | None
         return None
     lanes = run.config.training.lanes_by_rate[rate]
     if "validation" in summary:
-        return [one["value"] for one in summary["validation"][metric.name]["per_run"]][lanes]
+        return [lane["value"] for lane in summary["validation"][metric.name]["per_run"]][lanes]
     if run.config.training.reports_best:  # of the one held-out set, so what is reported
         return _results(run, rate, metric)
-    last = list(read_rows(Workdir(run.workdir).metrics))[-1]
-    watched = next(value for value in last.values() if isinstance(value, dict))
-    return list(watched[metric.name][lanes])
+    last_row = list(read_rows(Workdir(run.workdir).metrics))[-1]
+    scores = next(value for value in last_row.values() if isinstance(value, dict))
+    return list(scores[metric.name][lanes])
 
 
 def _labels(rows: Sequence[dict[str, str]]) -> list[str]:
@@ -169,7 +169,7 @@ def _draw(rows: Sequence[Row], metric: Metric, path: Path) -> None:
         tables_of_runs = [list(read_rows(Workdir(run.workdir).metrics)) for run in row.runs]
         if not tables_of_runs:
             continue
-        steps = min(len(one) for one in tables_of_runs)
+        steps = min(len(table) for table in tables_of_runs)
         name = next(n for n, value in tables_of_runs[0][0].items() if isinstance(value, dict))
         watched = name.replace("_", "-")
         lanes = [run.config.training.lanes_by_rate[row.rate] for run in row.runs]
@@ -177,14 +177,14 @@ def _draw(rows: Sequence[Row], metric: Metric, path: Path) -> None:
             [
                 [
                     value
-                    for one, of in zip(tables_of_runs, lanes, strict=True)
-                    for value in one[step][name][metric.name][of]
+                    for table, lane_slice in zip(tables_of_runs, lanes, strict=True)
+                    for value in table[step][name][metric.name][lane_slice]
                 ]
                 for step in range(steps)
             ],
             float,
         )
-        x = np.array([one["examples"] for one in tables_of_runs[0][:steps]])
+        x = np.array([evaluation["examples"] for evaluation in tables_of_runs[0][:steps]])
         curves.append(Curve(row.label, x, values))
     if curves:
         figure.draw(curves, metric, watched, "mean", "sweep", path, say)

@@ -27,11 +27,11 @@ class Divergence:
         self._names = [
             f"seed {seed}, learning rate {rate:g}" for seed, rate in config.training.lanes
         ]
-        self._told: set[int] = set()
+        self._reported_lanes: set[int] = set()
 
     def forget(self, state: State) -> None:
         """Says nothing of what has diverged by now: the run before has told it."""
-        self._told = set(self._diverged(state))
+        self._reported_lanes = set(self._diverged(state))
 
     def look(self, state: State) -> None:
         """Tells of lanes that have diverged since the last look.
@@ -48,13 +48,13 @@ class Divergence:
                         "on with the other seeds."
                     )
         for lane, step in self._diverged(state).items():
-            if lane not in self._told:
-                self._told.add(lane)
+            if lane not in self._reported_lanes:
+                self._reported_lanes.add(lane)
                 parameter = self._learner.bad_parameter(state, lane)
-                first = f"; the first parameter that is not finite is {parameter}"
+                detail = f"; the first parameter that is not finite is {parameter}"
                 self._say(
                     f"warning: {self._names[lane]}: the loss diverged at step {step}"
-                    f"{first if parameter else ''}."
+                    f"{detail if parameter else ''}."
                 )
 
     def tell_skipped(self, state: State) -> None:
@@ -80,5 +80,5 @@ class Divergence:
         """The numbers of each lane's ``Faults``; none where these are not looked for."""
         if state.faults is None:
             return []
-        fetched = self._learner.mesh.fetch(state.faults)
-        return list(zip(*(np.atleast_1d(leaf).tolist() for leaf in fetched), strict=True))
+        faults = self._learner.mesh.fetch(state.faults)
+        return list(zip(*(np.atleast_1d(leaf).tolist() for leaf in faults), strict=True))

@@ -87,23 +87,23 @@ class Evaluation:
         for index in range(self._set.windows):
             pause()
             streamed = not isinstance(data, Resident)
-            read = self._read(data, index) if not isinstance(data, Resident) else resident
-            at = self._mesh.place(np.int32(index))
+            arrays = self._read(data, index) if not isinstance(data, Resident) else resident
+            placed_index = self._mesh.place(np.int32(index))
             sums_of_window, stream, rows = jax.block_until_ready(
-                self._jits[streamed](params, stream, read, at)
+                self._jits[streamed](params, stream, arrays, placed_index)
             )
             sums_of_window = self._mesh.fetch(sums_of_window)
             sums = sums_of_window if sums is None else jax.tree.map(np.add, sums, sums_of_window)
             outputs.append(self._mesh.fetch(rows))
-        of_lanes = [
+        lane_scores = [
             self._task.scores(
                 self._lanes.of(sums, lane), [self._lanes.of(rows, lane) for rows in outputs]
             )
             for lane in range(len(self._lanes.each))
         ]
         columns = {
-            name: np.array([scores[name] for scores in of_lanes], np.float32)
-            for name in of_lanes[0]
+            name: np.array([scores[name] for scores in lane_scores], np.float32)
+            for name in lane_scores[0]
         }
         if self._lanes.several:
             return columns
@@ -111,8 +111,8 @@ class Evaluation:
 
     def _read(self, data: Streamed, index: int) -> Any:
         total = self._set.rows
-        read = data.read_held_out(self._name, index, self._mesh.own(DATA, total))
-        return self._mesh.place_own(read, self._window_specs, {DATA: total})
+        window = data.read_held_out(self._name, index, self._mesh.own(DATA, total))
+        return self._mesh.place_own(window, self._window_specs, {DATA: total})
 
     def _rows(self) -> Rows:
         return self._mesh.rows(self._set.rows)

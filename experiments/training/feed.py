@@ -35,9 +35,11 @@ class Feed:
         Raises:
           Exception: whatever reading them raised.
         """
-        ahead = range(start, min(stop + CHUNK, self._steps))
-        self._coming = {step: one for step, one in self._coming.items() if step in ahead}
-        for step in ahead:
+        coming_steps = range(start, min(stop + CHUNK, self._steps))
+        self._coming = {
+            step: future for step, future in self._coming.items() if step in coming_steps
+        }
+        for step in coming_steps:
             if step not in self._coming:
                 self._coming[step] = self._pool.submit(self._read, step)
         windows = [self._coming[step].result() for step in range(start, stop)]
@@ -50,8 +52,8 @@ class Feed:
 
     def _read(self, step: int) -> Any:
         """The window of each lane, stacked."""
-        of_seed = {
+        windows_by_seed = {
             seed: self._data.read(seed, step, self._rows) for seed in dict.fromkeys(self._seeds)
         }
-        windows = [of_seed[seed] for seed in self._seeds]
+        windows = [windows_by_seed[seed] for seed in self._seeds]
         return jax.tree.map(lambda *leaves: np.stack(leaves), *windows)

@@ -69,11 +69,15 @@ class Lanes:
 
         def mapped(*arguments: Any) -> Any:
             count = len(arguments) - shared
-            own, common = arguments[:count], arguments[count:]
+            lane_arguments, common = arguments[:count], arguments[count:]
 
-            def one_lane(own: tuple[Any, ...]) -> Any:
-                return function(*own, *common)
+            def one_lane(lane_arguments: tuple[Any, ...]) -> Any:
+                return function(*lane_arguments, *common)
 
-            return jax.lax.map(one_lane, own) if self._in_turn else jax.vmap(one_lane)(own)
+            return (
+                jax.lax.map(one_lane, lane_arguments)
+                if self._in_turn
+                else jax.vmap(one_lane)(lane_arguments)
+            )
 
         return mapped

@@ -66,10 +66,10 @@ class Learner:
         training = config.training
         self.mesh = DeviceMesh(training.batch_size, axes_of(training.mesh))
         self._shapes = self.task.shapes(training.batch_size)
-        own: Any = self._module  # what a device runs
+        module: Any = self._module  # what a device runs
         if self.mesh.parts > 1:
-            own = config.task.split_words(own, self.mesh.parts)
-        self._update = Update(config, self.task, own, self.mesh)
+            module = config.task.split_words(module, self.mesh.parts)
+        self._update = Update(config, self.task, module, self.mesh)
         with _backends_own_words(config.model.backend):
             self._state_shapes = jax.eval_shape(self._initial, Lane(*_LANE))
             self._window_shapes = jax.eval_shape(self._window, Lane(*_LANE), self._state_shapes)
@@ -85,8 +85,8 @@ class Learner:
         self.specs: State = self.lanes.specs(
             split(words, VOCAB)._replace(stream=split(self.task.stream_axes))
         )
-        placed = self._state_of_words(lambda count: share(count) * parts)
-        self._placed_shapes = self._of_lanes(placed)
+        placed_state = self._state_of_words(lambda count: share(count) * parts)
+        self._placed_shapes = self._of_lanes(placed_state)
 
         self._data: Any = None
         self._placed = False
@@ -95,10 +95,12 @@ class Learner:
         self.watched = "validation" if "validation" in sets else "held_out"
         self.reported = "test" if "test" in sets else self.watched
         self._evaluations = {
-            name: Evaluation(config, own, self.mesh, self.lanes, self.specs.params, name, one)
-            for name, one in sets.items()
+            name: Evaluation(
+                config, module, self.mesh, self.lanes, self.specs.params, name, held_out
+            )
+            for name, held_out in sets.items()
         }
-        of_lane = self.lanes.specs(WHOLE)
+        lane_specs = self.lanes.specs(WHOLE)
         self._window_specs = self.lanes.specs(split(later(self.task.axes)))
         # One compilation serves every number of steps, seed and rate: all of them are arguments.
         self._advance_jit = {
@@ -107,7 +109,7 @@ class Learner:
                     self.lanes.over(self._update.steps, shared=3),
                     (
                         self.specs,
-                        of_lane,
+                        lane_specs,
                         self._window_specs if streamed else WHOLE,
                         WHOLE,
                         WHOLE,
@@ -121,16 +123,18 @@ class Learner:
         }
         self._start_jit = jax.jit(
             self.mesh.everywhere(
-                self.lanes.over(self._start, shared=1), (of_lane, WHOLE), self.specs.stream
+                self.lanes.over(self._start, shared=1), (lane_specs, WHOLE), self.specs.stream
             )
         )
-        without_stream = self.specs._replace(stream=())
+        specs_without_stream = self.specs._replace(stream=())
         self._settle_jit = jax.jit(
             self.mesh.everywhere(
-                self.lanes.over(self._settle), (without_stream, of_lane), without_stream
+                self.lanes.over(self._settle),
+                (specs_without_stream, lane_specs),
+                specs_without_stream,
             )
         )
-        self._drawn_jit = jax.jit(self._drawn)
+        self._streamless_jit = jax.jit(self._streamless_state)
         self._advance_compiled: Callable[..., State] | None = None
 
     @property
@@ -194,13 +198,13 @@ class Learner:
     def initial(self) -> State:
         """The state before the first step, after ``load``."""
         # Lane by lane: a lane alone starts with the same bits.
-        drawn = [self._drawn_jit(lane) for lane in self.lanes.each]
-        state = self.place(self.lanes.stack(drawn))
+        states = [self._streamless_jit(lane) for lane in self.lanes.each]
+        state = self.place(self.lanes.stack(states))
         return state._replace(stream=self._start_jit(self._placed_lanes, self._resident))
 
     def parameter_counts(self) -> dict[str, int]:
         """``{"recurrent_parameters", "total_parameters"}`` of one lane."""
-        params = jax.eval_shape(self._drawn, self.lanes.each[0]).params
+        params = jax.eval_shape(self._streamless_state, self.lanes.each[0]).params
         return {
             "recurrent_parameters": count_parameters(params["recurrent"]),
             "total_parameters": count_parameters(params),
@@ -238,13 +242,13 @@ class Learner:
         No file is read: what depends on the number of rows is a window, and read on the host.
         """
         streamed = self._host_reads
-        placed = self.mesh.placed_shapes
+        place_shapes = self.mesh.placed_shapes
         traced = self._advance_jit[streamed].trace(
-            placed(self._placed_shapes, self.specs),
-            placed(self.lanes.together, self.lanes.specs(WHOLE)),
+            place_shapes(self._placed_shapes, self.specs),
+            place_shapes(self.lanes.together, self.lanes.specs(WHOLE)),
             self._placed_windows() if streamed else None,
-            None if streamed else placed(self._shapes),
-            *placed((np.int32(0), np.int32(1))),
+            None if streamed else place_shapes(self._shapes),
+            *place_shapes((np.int32(0), np.int32(1))),
         )
         return traced, traced.lower(lowering_platforms=(self.mesh.platform,))
 
@@ -271,9 +275,9 @@ class Learner:
           date; the scores, each ``[]`` or ``[lanes]``.
         """
         scores = self._evaluations[self.watched].scores(state.params, self._data, pause)
-        placed = self.mesh.place(scores, self.lanes.specs(WHOLE))
-        settled = self._settle_jit(state._replace(stream=()), placed)
-        return settled._replace(stream=state.stream), scores
+        placed_scores = self.mesh.place(scores, self.lanes.specs(WHOLE))
+        settled_state = self._settle_jit(state._replace(stream=()), placed_scores)
+        return settled_state._replace(stream=state.stream), scores
 
     def final_scores(self, state: State, pause: Pause = _none) -> Scores:
         """Scores of the parameters to report on the set to report; for ``pause`` see above."""
@@ -357,8 +361,12 @@ class Learner:
     def _advance_arguments(self, state: State, start: int, stop: int) -> tuple[Any, ...]:
         windows = None
         if self._feed is not None:
-            read = self._feed.take(start, stop)
-            stacked = read if self.lanes.several else jax.tree.map(lambda leaf: leaf[0], read)
+            lane_windows = self._feed.take(start, stop)
+            stacked = (
+                lane_windows
+                if self.lanes.several
+                else jax.tree.map(lambda leaf: leaf[0], lane_windows)
+            )
             totals = {LANES: len(self.lanes.each), DATA: self._batch_size}
             windows = self.mesh.place_own(stacked, self._window_specs, totals)
         numbers = self.mesh.place((np.int32(start), np.int32(stop)))
@@ -402,7 +410,7 @@ class Learner:
             return state
 
         def table(axis: int | None, leaf: Any) -> jax.ShapeDtypeStruct:
-            shape = [rows(n) if at == axis else n for at, n in enumerate(leaf.shape)]
+            shape = [rows(n) if index == axis else n for index, n in enumerate(leaf.shape)]
             return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
         params = map_axes(table, task.word_axes(state.params), state.params)
@@ -421,7 +429,7 @@ class Learner:
 
     # One lane.
 
-    def _drawn(self, lane: Lane) -> State:
+    def _streamless_state(self, lane: Lane) -> State:
         """The state without a stream."""
         key = key_of(lane, Purpose.PARAMETERS)
         params = self.task.initial(self._module.init(key, *self.task.example())["params"])
@@ -448,7 +456,7 @@ class Learner:
         rows = Rows(0, self._batch_size, self._batch_size)
         key = key_of(lane, Purpose.STREAM)
         stream = self.task.start(self._fresh, self._shapes_as_data(), key, rows)
-        return self._drawn(lane)._replace(stream=stream)
+        return self._streamless_state(lane)._replace(stream=stream)
 
     def _start(self, lane: Lane, data: Any) -> Any:
         key = key_of(lane, Purpose.STREAM)
@@ -479,12 +487,12 @@ class Learner:
             running = (best.stale < patience) if patience else jnp.bool_(True)
             alive = running & (state.diverged_at < 0)
             better = alive & (value > best.value)
-            kept = better
+            update_mask = better
             if self._config.training.ties == "last":  # what is as good is kept, but not news
-                kept = alive & (value >= best.value)
+                update_mask = alive & (value >= best.value)
             best = Best(
                 params=jax.tree.map(
-                    lambda new, old: jnp.where(kept, new, old), state.params, best.params
+                    lambda new, old: jnp.where(update_mask, new, old), state.params, best.params
                 ),
                 value=jnp.where(better, value, best.value),
                 stale=jnp.where(better, 0, best.stale + 1),
@@ -512,15 +520,20 @@ class Learner:
         window = self._window_shapes
         lengths = map_axes(_steps, self.task.axes, window)
         steps = max(jax.tree.leaves(lengths), default=1)
-        kept = 4 * steps * training.batch_size * model.hidden_size * model.layers // self.mesh.size
-        needed = {
+        state_bytes = (
+            4 * steps * training.batch_size * model.hidden_size * model.layers // self.mesh.size
+        )
+        needed_bytes = {
             "the parameters and the optimiser's state": lanes
             * memory.bytes_of(state._replace(stream=())),
             "the stream": lanes * self._bytes(self.task.stream_axes, state.stream),
             "the data": 0 if self._host_reads else memory.bytes_of(self._shapes),
-            "a batch and the states at its steps": self._bytes(self.task.axes, window) + kept,
+            "a batch and the states at its steps": self._bytes(self.task.axes, window)
+            + state_bytes,
         }
-        memory.check(needed, self.mesh.platform, "--batch_size, --length, --hidden_size or --seeds")
+        memory.check(
+            needed_bytes, self.mesh.platform, "--batch_size, --length, --hidden_size or --seeds"
+        )
 
     def _bytes(self, axes: Any, tree: Any) -> int:
         """Bytes of what a device has of a tree: all of a leaf, or its rows of the batch's."""
@@ -547,16 +560,16 @@ _LANE: Any = (jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.
 
 def _steps(axis: int | None, leaf: Any) -> int:
     """The length of the first axis that is not the batch's."""
-    others = [length for at, length in enumerate(leaf.shape) if at != axis]
-    return others[0] if others else 1
+    lengths = [length for index, length in enumerate(leaf.shape) if index != axis]
+    return lengths[0] if lengths else 1
 
 
 def _filled(leaf: Any, like: Any) -> Any:
     """A leaf with zeros behind it up to another one's shape."""
     if leaf.shape == like.shape:
         return leaf
-    wider = zip(leaf.shape, like.shape, strict=True)
-    return np.pad(np.asarray(leaf), [(0, long - short) for short, long in wider])
+    lengths = zip(leaf.shape, like.shape, strict=True)
+    return np.pad(np.asarray(leaf), [(0, long - short) for short, long in lengths])
 
 
 def _unfilled(leaf: np.ndarray, like: Any) -> np.ndarray:

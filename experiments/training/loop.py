@@ -88,10 +88,10 @@ def run(
         checkpoints = None
         if is_first():
             work.claim(config)
-            kept = Checkpoints(work.checkpoints, storage.keep_checkpoints)
-            checkpoints = stack.enter_context(contextlib.closing(kept))
-        one = _Run(config, learner, work, checkpoints, profile, illustrate)
-        return one.to_the_end(storage.waits)
+            new_checkpoints = Checkpoints(work.checkpoints, storage.keep_checkpoints)
+            checkpoints = stack.enter_context(contextlib.closing(new_checkpoints))
+        training_run = _Run(config, learner, work, checkpoints, profile, illustrate)
+        return training_run.to_the_end(storage.waits)
 
 
 def describe(config: Config) -> dict[str, Any]:
@@ -180,24 +180,24 @@ class _Run:
     def _read_checkpoint(self) -> tuple[int, State] | None:
         """The newest state that has all rows before it: from there the others are made again."""
         assert self._checkpoints is not None
-        metrics, every = self._work.metrics, self._config.training.eval_every
-        lost: dict[int, list[int]] = {}
+        metrics, interval = self._work.metrics, self._config.training.eval_every
+        lost_rows: dict[int, list[int]] = {}
 
         def has_rows(step: int, state: State) -> bool:
-            due = [*range(0, step, every)]
+            due_steps = [*range(0, step, interval)]
             if _evaluated(state) and self._due(step):
-                due.append(step)
-            lost[step] = self._work.lost_rows(due)
-            return not lost[step]
+                due_steps.append(step)
+            lost_rows[step] = self._work.lost_rows(due_steps)
+            return not lost_rows[step]
 
         restored = self._checkpoints.restore(self._learner.shapes(), say, has_rows)
-        if restored is not None and lost[restored[0]]:
-            rows = lost[restored[0]]
+        if restored is not None and lost_rows[restored[0]]:
+            rows = lost_rows[restored[0]]
             say(
                 f"warning: {metrics} is damaged: {len(rows)} of its rows, the first one that of "
                 f"step {rows[0]}, are lost, and no checkpoint is before them."
             )
-        elif restored is not None and any(lost.values()):
+        elif restored is not None and any(lost_rows.values()):
             say(f"warning: {metrics} is damaged: its rows after step {restored[0]} are made again.")
         return restored
 
@@ -217,17 +217,17 @@ class _Run:
           StoppedError: when asked to stop; what was learnt is saved then.
         """
         config, learner, work = self._config, self._learner, self._work
-        steps, every = config.training.steps, config.training.eval_every
+        steps, interval = config.training.steps, config.training.eval_every
         rows = [row["step"] for row in read_rows(work.metrics)] if is_first() else []
         last_row = int(first_says(np.int32(max(rows, default=-1))))
-        began = time.perf_counter()
+        start = time.perf_counter()
         learner.prepare()
-        compiling = {"compile_seconds": time.perf_counter() - began}
+        compiling = {"compile_seconds": time.perf_counter() - start}
         if is_first() and (
             note := self._patience(lambda: work.go_on(config, began=state is not None))
         ):
             say(note)
-        settled_at = step if state is not None and evaluated else -1
+        settled_step = step if state is not None and evaluated else -1
         if state is not None:
             self._divergence.forget(state)
         state = learner.initial() if state is None else state
@@ -236,23 +236,23 @@ class _Run:
         report = None
         if is_first():
             report = Report(config, work, learner.watched, step, self._patience)
-        clock, together, saved = self._clock, 1, step
+        clock, step_count, saved_step = self._clock, 1, step
         clock.start()
         with contextlib.closing(report) if report else contextlib.nullcontext():
             try:
                 while True:
                     if self._due(step) and step != last_row:
-                        row, settled = self._evaluate(step, state, stop)
-                        if step != settled_at:  # else its row alone was lost
-                            state = settled
+                        row, settled_state = self._evaluate(step, state, stop)
+                        if step != settled_step:  # else its row alone was lost
+                            state = settled_state
                         last_row = step
-                        rarer = max(1.0, clock.save_seconds / _SAVE_SECONDS)
-                        due = clock.since_save > _CHECKPOINT_SECONDS * rarer
+                        slowdown = max(1.0, clock.save_seconds / _SAVE_SECONDS)
+                        is_due = clock.since_save > _CHECKPOINT_SECONDS * slowdown
                         if report is not None:
                             self._patience(functools.partial(work.add, row))
-                        if self._finished(step, state) or first_says(np.int32(due)):
+                        if self._finished(step, state) or first_says(np.int32(is_due)):
                             self._save(step, state)
-                            saved = step
+                            saved_step = step
                         texts = self._illustrations(state)
                         if report is not None:
                             report.evaluated(row, {**clock.lap(), **compiling})
@@ -261,21 +261,21 @@ class _Run:
                     if self._due(step) and self._finished(step, state):  # its row is written
                         self._end_profile()
                         return state
-                    together = stop.agree(together)
-                    until = min(step + together, step - step % every + every, steps)
-                    until = step + self._profiled(until - step)
-                    with clock.inside(until - step):
-                        state = learner.advance(state, step, until)
+                    step_count = stop.agree(step_count)
+                    end = min(step + step_count, step - step % interval + interval, steps)
+                    end = step + self._profiled(end - step)
+                    with clock.inside(end - step):
+                        state = learner.advance(state, step, end)
                     with tolerated(self._profile.directory, say):
                         self._profile.end()
                     self._divergence.look(state)
-                    together = int(together * _DISPATCH_SECONDS / clock.last)
-                    together = max(1, min(4 * (until - step), together))
-                    step = until
+                    step_count = int(step_count * _DISPATCH_SECONDS / clock.last)
+                    step_count = max(1, min(4 * (end - step), step_count))
+                    step = end
                     if report is not None:
                         report.advance(step)
             except StoppedError:
-                if step != saved:
+                if step != saved_step:
                     self._save(step, state)
                 raise
 
@@ -291,12 +291,12 @@ class _Run:
             return self._illustrate(learner, params)
 
     def _save(self, step: int, state: State) -> None:
-        began = time.perf_counter()
-        whole = self._learner.fetch(state)
+        start = time.perf_counter()
+        host_state = self._learner.fetch(state)
         if (checkpoints := self._checkpoints) is not None:
             self._patience(self._work.sync)
-            self._patience(lambda: checkpoints.save(step, whole))
-        self._clock.saved(time.perf_counter() - began)
+            self._patience(lambda: checkpoints.save(step, host_state))
+        self._clock.saved(time.perf_counter() - start)
 
     def _draw(self) -> None:
         def attempt() -> None:
@@ -324,8 +324,8 @@ class _Run:
         """The row of metrics at a step, and the state that goes on from it."""
         config, learner = self._config, self._learner
         fetch = learner.mesh.fetch
-        trained = {"loss": (state.loss_total, state.loss_weight), **state.score_totals}
-        means = {name: _mean(*fetch(total)) for name, total in trained.items()}
+        totals = {"loss": (state.loss_total, state.loss_weight), **state.score_totals}
+        means = {name: _mean(*fetch(total)) for name, total in totals.items()}
         rates = [rate for _, rate in config.training.lanes]
         if (factor := schedule(config.training)) is not None:
             rates = [rate * float(factor(jnp.int32(step))) for rate in rates]
@@ -405,11 +405,11 @@ def _rates(config: Config, timing: list[Row]) -> dict[str, Any]:
     task, training = config.task, config.training
     steps = sum(row["steps"] for row in rows) / seconds
     units = steps * training.batch_size * task.units_per_row * len(training.lanes)
-    inside = sum(row["inside"] for row in rows)
+    inside_seconds = sum(row["inside"] for row in rows)
     return {
         "steps_per_second": steps,
         f"{task.unit}_per_second": units,
-        "share_outside_programs": 1 - inside / seconds,
+        "share_outside_programs": 1 - inside_seconds / seconds,
     }
 
 
@@ -429,13 +429,13 @@ def _numbers(values: Any, diverged: np.ndarray) -> list[float | None]:
 
 def _statistics(config: Config, metric: Metric, values: list[float | None]) -> dict[str, Any]:
     """Mean, extremes and each lane's value; a diverged lane counts as infinitely bad."""
-    alive = [value for value in values if value is not None]
-    complete = len(alive) == len(values)
+    alive_values = [value for value in values if value is not None]
+    complete = len(alive_values) == len(values)
     worst_is_min = metric.higher_is_better
     return {
-        "mean": sum(alive) / len(alive) if complete else None,
-        "min": min(alive) if alive and (complete or not worst_is_min) else None,
-        "max": max(alive) if alive and (complete or worst_is_min) else None,
+        "mean": sum(alive_values) / len(alive_values) if complete else None,
+        "min": min(alive_values) if alive_values and (complete or not worst_is_min) else None,
+        "max": max(alive_values) if alive_values and (complete or worst_is_min) else None,
         "per_run": [
             {"seed": seed, "learning_rate": rate, "value": value, "diverged": value is None}
             for (seed, rate), value in zip(config.training.lanes, values, strict=True)

@@ -59,6 +59,11 @@ class TokenEncoder(nn.Module):
         return tokens[..., None].astype(jnp.float32)
 
     @property
+    def features(self) -> int:
+        """D."""
+        return {"embed": self.width, "one_hot": self.vocabulary, "scalar": 1}[self.inputs]
+
+    @property
     def table(self) -> jax.Array:
         """The embeddings ``[vocabulary, D]``, or a device's part of them, of a bound module that
         has embedded something."""
@@ -106,11 +111,11 @@ def dropout_masks(
     if not rate:
         return ()
     keys = jax.random.split(key, max(1, len(widths)))
-    kept = [
+    masks = [
         jax.random.bernoulli(key, 1 - rate, (1, size, width))
         for key, width in zip(keys, widths, strict=False)
     ]
-    return tuple(mask.astype(jnp.float32) / jnp.float32(1 - rate) for mask in kept)
+    return tuple(mask.astype(jnp.float32) / jnp.float32(1 - rate) for mask in masks)
 
 
 _ONE_ROW = Rows(0, 1, 1)
@@ -145,17 +150,18 @@ class Pass:
 
     def noise(self, steps: int) -> Any:
         """The draws of the carry functions for so many steps; None at evaluation."""
-        return None if self.noise_key is None else self._drawn(self.noise_key, steps)
+        return None if self.noise_key is None else self._noise_sample(self.noise_key, steps)
 
     def noise_of_layers(self, steps: int, layers: int) -> Any:
         """The same for each layer of a stack, which draw for themselves."""
         if self.noise_key is None:
             return None
         return [
-            self._drawn(jax.random.fold_in(self.noise_key, layer), steps) for layer in range(layers)
+            self._noise_sample(jax.random.fold_in(self.noise_key, layer), steps)
+            for layer in range(layers)
         ]
 
-    def _drawn(self, key: jax.Array, steps: int) -> Any:
+    def _noise_sample(self, key: jax.Array, steps: int) -> Any:
         def draw(size: int) -> Any:
             return draw_noise(self.carry_fns, key, steps, (size,))
 
@@ -187,15 +193,15 @@ class Pass:
         return self._mask(key, self.embedding_dropout, steps, shape)
 
     def _mask(self, key: jax.Array, rate: float, steps: int, shape: Sequence[int]) -> jax.Array:
-        kept = 1 - rate
-        drawn = jax.random.bernoulli(key, kept, (steps, self.rows.total, *shape))
-        return self.rows.of(drawn.astype(jnp.float32) / jnp.float32(kept), 1)
+        keep_prob = 1 - rate
+        sample = jax.random.bernoulli(key, keep_prob, (steps, self.rows.total, *shape))
+        return self.rows.of(sample.astype(jnp.float32) / jnp.float32(keep_prob), 1)
 
 
 def width_of(cell: Cell) -> int:
     """The width of what a cell emits; a foreign cell's is the last field of its carry."""
-    own = getattr(cell, "emitted_features", 0) or getattr(cell, "features", 0)
-    return own or cell.initial((1,))[-1].shape[-1]
+    width = getattr(cell, "emitted_features", 0) or getattr(cell, "features", 0)
+    return width or cell.initial((1,))[-1].shape[-1]
 
 
 def _without_padding(
@@ -235,13 +241,13 @@ def recurred(
       The carry after the last step, and outputs ``[T, B, F]``.
     """
     steps, recurrent = len(inputs), module.recurrent
-    more: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if isinstance(recurrent, Stack):
-        below = [width_of(cell) for cell in recurrent.cells[:-1]]
-        more["noise"] = during.noise_of_layers(steps, len(recurrent.cells))
-        more["masks"] = during.layer_masks(steps, below)
+        lower_widths = [width_of(cell) for cell in recurrent.cells[:-1]]
+        options["noise"] = during.noise_of_layers(steps, len(recurrent.cells))
+        options["masks"] = during.layer_masks(steps, lower_widths)
     else:
-        more["noise"] = during.noise(steps)
+        options["noise"] = during.noise(steps)
     features = module.encoder(_without_padding(inputs, **masks))
     if (mask := during.embedding_mask(features.shape[0], features.shape[2:])) is not None:
         features = features * mask
@@ -250,8 +256,8 @@ def recurred(
         initial_carry=carry,
         return_carry=True,
         carry_fns=during.carry_fns,
-        deterministic=more["noise"] is None,
-        **more,
+        deterministic=options["noise"] is None,
+        **options,
         **masks,
     )
 
@@ -295,8 +301,8 @@ class SequenceModel(nn.Module):
           ``[outputs, B, ...]``, with the carry after the last step if asked.
         """
         carry, ys = recurred(self, inputs, during, carry, masks)
-        last = ys if self.outputs is None else ys[-self.outputs :]
-        outputs = self.decoder(last, *during.masks(self.decoder.widths[:-1]))
+        last_ys = ys if self.outputs is None else ys[-self.outputs :]
+        outputs = self.decoder(last_ys, *during.masks(self.decoder.widths[:-1]))
         return (carry, outputs) if return_carry else outputs
 
     def encoded(self, inputs: jax.Array) -> jax.Array:

@@ -65,12 +65,12 @@ def schedule(settings: TrainingSettings) -> Callable[[jax.Array], jax.Array] | N
     if settings.schedule == "constant":
         return None
     if settings.schedule == "warmup":
-        rising: optax.Schedule = optax.linear_schedule(1 / warmup, 1.0, warmup - 1)
+        factor: optax.Schedule = optax.linear_schedule(1 / warmup, 1.0, warmup - 1)
     else:
-        rising = optax.warmup_cosine_decay_schedule(
+        factor = optax.warmup_cosine_decay_schedule(
             1 / warmup if warmup else 1.0, 1.0, warmup, settings.steps
         )
-    return lambda step: jnp.asarray(rising(step), jnp.float32)
+    return lambda step: jnp.asarray(factor(step), jnp.float32)
 
 
 class Halving(NamedTuple):

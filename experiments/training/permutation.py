@@ -38,13 +38,13 @@ def permuted(key: jax.Array, indices: jax.Array, count: int) -> jax.Array:
             right ^= _mixed(left ^ keys[first + 1]) & low_mask
         return left << low | right
 
-    def walk(at: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        x, outside = at
+    def walk(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        x, outside = state
         x = jnp.where(outside, network(x), x)
         return x, x > jnp.uint32(count - 1)
 
     start = indices.astype(jnp.uint32), jnp.full(indices.shape, True)
-    return jax.lax.while_loop(lambda at: at[1].any(), walk, start)[0]
+    return jax.lax.while_loop(lambda state: state[1].any(), walk, start)[0]
 
 
 def batch_of_epoch(key: jax.Array, step: jax.Array, size: int, count: int) -> jax.Array:

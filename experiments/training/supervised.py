@@ -122,8 +122,8 @@ class _Parts:
     def __init__(self, name: str, steps: int, examples: int, devices: int) -> None:
         self._name, self._examples = name, examples
         devices = devices if examples >= devices else 1
-        most = max(1, min(_EVALUATION_ROWS, _EVALUATION_STEPS // steps)) * devices
-        parts = -(-examples // most)
+        capacity = max(1, min(_EVALUATION_ROWS, _EVALUATION_STEPS // steps)) * devices
+        parts = -(-examples // capacity)
         size = -(-examples // (parts * devices)) * devices
         self.rows = size if size <= examples else size - devices
         self.windows = -(-examples // self.rows)

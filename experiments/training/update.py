@@ -62,9 +62,9 @@ def carry_fns(config: Config, step: jax.Array | None) -> tuple[Any, ...]:
         fns.append(Detach(p, field, per_example=carry.detach_per_example))
     if carry.damp_prob and step is not None:
         fns.append(Damp(jnp.float32(carry.damp_prob), field))
-    for p_old, zoned in ((carry.zoneout_c, "c"), (carry.zoneout_h, "h")):
+    for p_old, name in ((carry.zoneout_c, "c"), (carry.zoneout_h, "h")):
         if p_old:
-            fns.append(Zoneout(jnp.float32(p_old), zoned))
+            fns.append(Zoneout(jnp.float32(p_old), name))
     return tuple(fns)
 
 
@@ -120,10 +120,10 @@ class Update:
         """
 
         def body(step: jax.Array, state: State) -> State:
-            at_step = data
+            step_data = data
             if windows is not None:
-                at_step = jax.tree.map(lambda leaf: leaf[step - start], windows)
-            return self._step(state, lane, at_step, step)
+                step_data = jax.tree.map(lambda leaf: leaf[step - start], windows)
+            return self._step(state, lane, step_data, step)
 
         return jax.lax.fori_loop(start, stop, body, state)
 
@@ -153,28 +153,28 @@ class Update:
         faults = state.faults
         learned = Learned(state.params, state.optimizer, None if faults is None else jnp.int32(-1))
         update_key = jax.random.fold_in(key_of(lane, Purpose.UPDATE), step)
-        own = getattr(task, "update", None)
-        if own is None:
+        task_update = getattr(task, "update", None)
+        if task_update is None:
             learned, report = descend(learned, window)
         else:
-            learned, report = own(descend, learned, window, update_key)
+            learned, report = task_update(descend, learned, window, update_key)
         loss, weight = report.loss, report.weight
-        after = task.adapt(report.outcome.stream, loss, weight)
-        check_axes(f"the stream axes of {task.name}", after, task.stream_axes, rows.count)
+        next_stream = task.adapt(report.outcome.stream, loss, weight)
+        check_axes(f"the stream axes of {task.name}", next_stream, task.stream_axes, rows.count)
         if halving is not None:
             halving = halving.after(
                 loss.astype(jnp.float32), step, training.batch_size, training.halve_every
             )
         share = weight / training.batch_size
         first_bad = (state.diverged_at < 0) & ~(loss <= _DIVERGED)  # NaN, too
-        over = None  # whether this lane is finished, and trained on only because others are not
+        is_finished = None  # whether the lane is finished, trained on only because others are not
         if training.patience and state.best is not None:
-            over = state.best.stale >= training.patience
-            first_bad &= ~over
+            is_finished = state.best.stale >= training.patience
+            first_bad &= ~is_finished
         new = state._replace(
             params=learned.params,
             optimizer=learned.optimizer,
-            stream=after,
+            stream=next_stream,
             loss_total=state.loss_total + loss * share,
             loss_weight=state.loss_weight + jnp.asarray(share, jnp.float32),
             score_totals=self._summed(state.score_totals, report.outcome.sums),
@@ -184,22 +184,24 @@ class Update:
         fault = learned.fault
         if faults is None or fault is None:
             return new
-        after_fault = faults.after(step, fault)
-        if over is not None:
-            after_fault = jax.tree.map(lambda a, b: jnp.where(over, a, b), faults, after_fault)
-        new = new._replace(faults=after_fault)
+        next_faults = faults.after(step, fault)
+        if is_finished is not None:
+            next_faults = jax.tree.map(
+                lambda a, b: jnp.where(is_finished, a, b), faults, next_faults
+            )
+        new = new._replace(faults=next_faults)
         if training.on_divergence == "stop":
             return new
         # The window is over, and what was learnt of it is not: its stream is as drawn.
-        skipped = state._replace(stream=stream, faults=new.faults)
-        return jax.tree.map(lambda old, new: jnp.where(fault >= 0, old, new), skipped, new)
+        skipped_state = state._replace(stream=stream, faults=new.faults)
+        return jax.tree.map(lambda old, new: jnp.where(fault >= 0, old, new), skipped_state, new)
 
     def _summed(self, totals: dict[str, Total], sums: Mapping[str, Total]) -> dict[str, Total]:
         """Totals of scores with those of one more step."""
         if not totals:
             return totals
-        of_step = self._mesh.sum({name: sums[name] for name in totals})
-        return jax.tree.map(jnp.add, totals, of_step)
+        step_sums = self._mesh.sum({name: sums[name] for name in totals})
+        return jax.tree.map(jnp.add, totals, step_sums)
 
     def _training_pass(self, lane: Lane, step: jax.Array, rows: Rows) -> Pass:
         model = self._config.model
@@ -217,12 +219,12 @@ class Update:
     def _descend(
         self, learned: Learned, apply: Apply, window: Any, stream: Any, rate: jax.Array
     ) -> tuple[Learned, Descent]:
-        trained = self._task.trainable(learned.params)
+        train_mask = self._task.trainable(learned.params)
 
         def loss_of(params: Any) -> tuple[jax.Array, tuple[Any, Outcome]]:
-            if trained is not None:
+            if train_mask is not None:
                 params = jax.tree.map(
-                    lambda p, train: p if train else jax.lax.stop_gradient(p), params, trained
+                    lambda p, train: p if train else jax.lax.stop_gradient(p), params, train_mask
                 )
             outcome = self._task.loss(apply, params, window, stream, True)
             mean, weight = self._mean(outcome)
@@ -236,8 +238,10 @@ class Update:
             gradients, learned.optimizer, learned.params
         )
         mask = trainable_mask(learned.params)
-        if trained is not None:
-            mask = jax.tree.map(lambda own, free: own and free, trained, mask)
+        if train_mask is not None:
+            mask = jax.tree.map(
+                lambda task_flag, library_flag: task_flag and library_flag, train_mask, mask
+            )
         params = jax.tree.map(
             lambda p, u, trainable: p - rate * u if trainable else p, learned.params, updates, mask
         )
@@ -248,13 +252,13 @@ class Update:
 
     def _norm(self, gradients: Any) -> jax.Array:
         """The global norm of gradients of which each part of the words has its own rows."""
-        split: list[jax.Array] = []
-        whole: list[jax.Array] = []
+        split_squares: list[jax.Array] = []
+        whole_squares: list[jax.Array] = []
         task: Any = self._task
         axes = jax.tree.leaves(task.word_axes(gradients), is_leaf=lambda axis: axis is None)
         for axis, leaf in zip(axes, jax.tree.leaves(gradients), strict=True):
-            (whole if axis is None else split).append(jnp.square(leaf).sum())
-        return jnp.sqrt(self._mesh.sum_of_parts(sum(split)) + sum(whole))
+            (whole_squares if axis is None else split_squares).append(jnp.square(leaf).sum())
+        return jnp.sqrt(self._mesh.sum_of_parts(sum(split_squares)) + sum(whole_squares))
 
     def _mean(self, outcome: Outcome) -> tuple[jax.Array, Any]:
         """What to average over devices so that totals are divided by the weight of all of them,
@@ -265,8 +269,8 @@ class Update:
         total, weight = outcome.loss
         if isinstance(weight, int | float):
             return total / np.asarray(weight, total.dtype), float(weight * self._mesh.size)
-        everywhere = self._mesh.sum(weight).astype(total.dtype)
-        return total * (self._mesh.size / jnp.maximum(everywhere, _SMALL)), everywhere
+        full_weight = self._mesh.sum(weight).astype(total.dtype)
+        return total * (self._mesh.size / jnp.maximum(full_weight, _SMALL)), full_weight
 
 
 def _first_bad(loss: jax.Array, gradients: Any, mesh: DeviceMesh) -> jax.Array:

@@ -61,7 +61,7 @@ def _evaluate(flag_values: dict[str, Any]) -> None:
     flags.distinct("copy_workdir", [workdir.resolve() for workdir in workdirs])
     delays = flag_values.get("delays", ())
     finished = study.finished_runs(workdirs)
-    configs = [one.config for one in finished.values()]
+    configs = [run.config for run in finished.values()]
     study.check(configs, delays)
     default = runs.directory(TRANSFER_COPY.name, "finished", configs)
     study.evaluate(finished, delays, Path(flag_values.get("workdir", default)))
@@ -101,12 +101,12 @@ def _train(flag_values: dict[str, Any]) -> None:
 def _settings(settings: dict[str, Any], prob: float, probs: tuple[float, ...]) -> dict[str, Any]:
     """Those of the run with one of the probabilities of detaching: a run that does not detach
     does without those that say how the others do."""
-    only_others: tuple[str, ...] = ()
+    excluded_names: tuple[str, ...] = ()
     if not prob and any(probs):
-        only_others = ("detach_per_example", "detach_off_steps")
-        only_others += () if settings.get("damp_prob") else ("detach_state",)
-    own = {name: value for name, value in settings.items() if name not in only_others}
-    return {**own, "detach_prob": prob}
+        excluded_names = ("detach_per_example", "detach_off_steps")
+        excluded_names += () if settings.get("damp_prob") else ("detach_state",)
+    own_settings = {name: value for name, value in settings.items() if name not in excluded_names}
+    return {**own_settings, "detach_prob": prob}
 
 
 if __name__ == "__main__":

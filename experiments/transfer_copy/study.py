@@ -48,10 +48,10 @@ def finished_runs(workdirs: Sequence[Path]) -> dict[str, Finished]:
       UserError: if a workdir has no finished copy run.
     """
     finished = [runs.finished(workdir, [COPY]) for workdir in workdirs]
-    labels = [_label(one.config) for one in finished]
+    labels = [_label(finished_run.config) for finished_run in finished]
     return {
-        label if labels.count(label) == 1 else f"{label} ({workdir})": one
-        for label, workdir, one in zip(labels, workdirs, finished, strict=True)
+        label if labels.count(label) == 1 else f"{label} ({workdir})": finished_run
+        for label, workdir, finished_run in zip(labels, workdirs, finished, strict=True)
     }
 
 
@@ -87,8 +87,8 @@ def check(configs: Sequence[Config], delays: Sequence[int]) -> None:
 
 def _delays(configs: Sequence[Config], delays: Sequence[int]) -> tuple[int, ...]:
     """Those of evaluation, from the shortest to the longest."""
-    longer = delays or [configs[0].task.length * factor for factor in FACTORS]
-    return tuple(sorted({*longer, *(config.task.length for config in configs)}))
+    evaluation_delays = delays or [configs[0].task.length * factor for factor in FACTORS]
+    return tuple(sorted({*evaluation_delays, *(config.task.length for config in configs)}))
 
 
 def _at_delay(config: Config, delay: int) -> Config:
@@ -120,8 +120,8 @@ def run(
       UserError: if a config or the directory cannot be.
     """
     tables.claim(directory, (*configs, *_REPORTS))
-    trained = runs.train_all(configs, COPY, directory, profile, storage)
-    return None if trained is None else evaluate(trained, delays, directory)
+    finished = runs.train_all(configs, COPY, directory, profile, storage)
+    return None if finished is None else evaluate(finished, delays, directory)
 
 
 def evaluate(
@@ -145,20 +145,20 @@ def evaluate(
       UserError: if the directory cannot be made.
     """
     tables.claim(directory, _REPORTS)
-    configs = [one.config for one in finished.values()]
+    configs = [finished_run.config for finished_run in finished.values()]
     chosen_delays = _delays(configs, delays)
     results: dict[str, Any] = {}
-    for label, one in finished.items():
-        lanes_by_label = runs.by_rate(label, one.config)
+    for label, finished_run in finished.items():
+        lanes_by_label = runs.by_rate(label, finished_run.config)
         for name, lanes in lanes_by_label.items():
             results[name] = {
-                "trained_at": one.config.task.length,
-                "run": _described(one),
-                "lanes": one.config.training.lanes[lanes],
+                "trained_at": finished_run.config.task.length,
+                "run": _described(finished_run),
+                "lanes": finished_run.config.training.lanes[lanes],
                 "accuracy": {},
             }
         for delay in chosen_delays:
-            accuracy = accuracies(one, delay)
+            accuracy = accuracies(finished_run, delay)
             for name, lanes in lanes_by_label.items():
                 results[name]["accuracy"][str(delay)] = accuracy[lanes]
                 say(f"{name}, delay {delay}: accuracy {_percent(accuracy[lanes])}")
@@ -222,11 +222,11 @@ def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
 def _percent(values: Sequence[float | None]) -> str:
     """A number, or mean and range. A lane that diverged is an asterisk, and no accuracy at all:
     so are a mean and a minimum with it."""
-    accuracies = [-math.inf if value is None else 100 * value for value in values]
-    mean = sum(accuracies) / len(accuracies)
-    shown = [
+    percentages = [-math.inf if value is None else 100 * value for value in values]
+    mean = sum(percentages) / len(percentages)
+    numbers = [
         f"{value:.2f}" if math.isfinite(value) else "-"
-        for value in (mean, min(accuracies), max(accuracies))
+        for value in (mean, min(percentages), max(percentages))
     ]
-    text = "{} [{}, {}]".format(*shown) if len(accuracies) > 1 else shown[0]
+    text = "{} [{}, {}]".format(*numbers) if len(percentages) > 1 else numbers[0]
     return text + "*" * list(values).count(None)

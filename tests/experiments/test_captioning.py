@@ -371,6 +371,31 @@ def test_a_memory_begins_as_its_cell_has_it(cell):
 
 
 @pytest.mark.long
+def test_an_slstm_begins_with_a_weight_of_one():
+    """The picture gives c and h, and c / n is what is remembered."""
+    made = Learner(config(**ATTENDING, cell="slstm", hidden_size=8))
+    made.load()
+    batch = window(made.task, 2)
+    start = functools.partial(made.apply, method="start")
+    _, carry = jax.jit(start, static_argnums=2)(made.initial().params, batch.pictures, 1)
+    np.testing.assert_array_equal(carry.state.n, 1)
+    np.testing.assert_array_equal(carry.state.m, 0)
+    assert np.abs(carry.state.c).min() > 0
+    np.testing.assert_array_equal(carry.state.c, carry.state.h)
+
+
+@pytest.mark.long
+def test_a_picture_is_as_wide_as_a_word():
+    """One-hot words have the vocabulary's width, whatever an embedding has."""
+    made = Learner(config(inputs="one_hot"))
+    made.load()
+    params = made.initial().params
+    assert params["begin"]["kernel"].shape[-1] == len(made.task.vocabulary)
+    batch = window(made.task, 2)
+    assert np.isfinite(told(made, params, batch.pictures, batch.captions)).all()
+
+
+@pytest.mark.long
 def test_a_beam_scores_at_least_what_is_greedy(learner):
     learner, params = learner
     batch = window(learner.task, 4)
@@ -567,8 +592,8 @@ def test_bleu_is_that_of_coco():
 @pytest.mark.extras
 def test_every_score_of_coco():
     """Captions that are right score the most; needs pycocoevalcap and Java."""
-    references = scoring.tokenised([["A dog runs.", "The dog is running!"], ["Two cats sit."]])
-    assert references == [["a dog runs", "the dog is running"], ["two cats sit"]]
+    references = scoring.tokenised([["A dog runs.", "The man's dog!"], ["Two cats sit."]], True)
+    assert references == [["a dog runs", "the man 's dog"], ["two cats sit"]]
     right = scoring.coco(["a dog runs", "two cats sit"], references)
     wrong = scoring.coco(["a cat sits on it", "one dog"], references)
     assert right["rouge_l"] == pytest.approx(1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments.captioning import features, pictures, resnet
+from experiments.captioning import features, pictures, resnet, scoring
 from experiments.captioning.features import Cache
 from experiments.captioning.model import END
 from experiments.captioning.settings import CAPTIONING
@@ -439,6 +439,42 @@ def test_held_out_windows_are_numbered_by_their_references(tmp_path):
         assert own == list(range(first, first + 4))
         red = window.pictures[..., 0].astype(int)
         assert np.abs(red - 12 * np.array(own)[:, None, None]).max() <= 1
+
+
+@pytest.mark.parametrize("evaluation", ["bleu", "coco"])
+def test_captions_are_tokenised_as_their_references(tmp_path, monkeypatch, evaluation):
+    """What is said word for word as it was written scores 1, with any tokeniser."""
+
+    def split(texts, treebank):
+        cut = " '" if treebank else "'"
+        return [[text.lower().replace("'", cut) for text in group] for group in texts]
+
+    monkeypatch.setattr(scoring, "has_coco", lambda: True)
+    monkeypatch.setattr(scoring, "tokenised", split)
+    monkeypatch.setattr(scoring, "coco", scoring.bleu)
+    names = settings(coco(tmp_path), train_encoder=True, evaluation=evaluation, min_count=0)
+    task = resolve(CAPTIONING, "small", names).task
+    monkeypatch.setattr(type(task), "text", lambda *_: "the dog isn't here!")
+    rows = {"counts": np.ones(8), "numbers": np.arange(8), "words": np.zeros((8, 3), int)}
+    scores = task.scores({"loss": (np.float64(1), np.float64(1))}, [rows])
+    assert scores["bleu_4"] == pytest.approx(1)
+
+
+def test_a_run_knows_its_captions_and_weights(tmp_path):
+    """Neither where they lie nor what the pictures' folder is called makes another run."""
+
+    def identity(folder, weights=b"w"):
+        (folder / "w").write_bytes(weights)
+        names = settings(folder, weights=str(folder / "w"))
+        return resolve(CAPTIONING, "small", names).identity()
+
+    first = identity(coco(tmp_path / "a"))
+    assert identity(coco(tmp_path / "b")) == first
+    assert identity(tmp_path / "b", b"v") != first
+    file = tmp_path / "a" / "dataset_coco.json"
+    file.write_text(file.read_text().replace("A big Dog runs, no. 3", "A big Dog runs, no. 33"))
+    pictures.corpus.cache_clear()
+    assert identity(tmp_path / "a") != first
 
 
 @pytest.mark.parametrize(("more", "scale", "most"), [({}, 1.0, 1.0), (ATTENDING, 0.01, 0.6)])

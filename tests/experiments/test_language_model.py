@@ -18,6 +18,7 @@ from experiments.language_model.settings import LANGUAGE_MODEL, Sampling
 from experiments.language_model.task import LanguageModelTask, Stream
 from experiments.machine.mesh import Rows
 from experiments.records.workdir import Workdir
+from experiments.settings import resolver
 from experiments.settings.errors import UserError
 from experiments.settings.resolver import resolve
 from experiments.training import loop
@@ -314,7 +315,7 @@ def test_bits_are_of_a_character(monkeypatch):
         {"loss": 1.5, "perplexity": np.exp(1.5), "bits": 1.5 / np.log(2)}, rel=1e-12
     )
     assert "bits" not in config().task.scores({"loss": (np.float64(6), np.float64(4))}, [])
-    monkeypatch.setattr(task_module, "_counted", lambda *_: [9.0, 8.0])
+    monkeypatch.setattr(task_module, "_perplexities", lambda *_: [9.0, 8.0])
     topics = config(dataset="topics", data_dir=None, level="character").task
     for one, perplexity in ((task, 7), (topics, 8)):
         baselines = {metric.name: metric.baseline for metric in one.metrics}
@@ -352,7 +353,7 @@ def test_samples_are_drawn_from_the_model():
 def _first_drawn(log_p, sampling, key):
     from experiments.language_model import sample
 
-    return sample._drawn(log_p, sampling, key)
+    return sample._choice(log_p, sampling, key)
 
 
 PAPERS_COUNTS = {"lstm": 10_150_400, "gru": 7_612_800, "gato": 1_273_350}  # GATO, Table 2
@@ -385,6 +386,24 @@ def test_what_cannot_be_is_one_sentence(settings, sentence):
     with pytest.raises(UserError, match=r"^[^\n]*$") as refusal:
         Learner(config(**settings))
     assert sentence in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--sample=3", "--temperature=0", "--top_k=2"], "--top_k has no effect with --temp"),
+        (["--dataset=ptb", "--reset_at_articles"], "--reset_at_articles has no effect with --data"),
+    ],
+)
+def test_flags_without_effect_are_one_sentence(flags, sentence, program, tmp_path, monkeypatch):
+    monkeypatch.setattr(LanguageModelTask, "check", lambda _: None)
+    monkeypatch.setattr(resolver, "in_steps", lambda _, settings, __: settings)
+    code, _, error = program(
+        "experiments.language_model", f"--workdir={tmp_path}/run", "--steps=1", *flags
+    )
+    assert code == 2
+    assert sentence in error
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("tied", "variance"), [(True, 0.1**2 / 3), (False, 1.0)])

@@ -206,7 +206,7 @@ def test_what_is_recalled_and_strong_reading_are_priced():
         return jnp.asarray(rng.normal(0, scale, (6, 8, *shape)), jnp.float32)
 
     recalled = losses.Targeted(drawn(seen.pixels.shape[-1]), drawn(4), drawn())
-    parts = {"recalled": recalled, "strengths": drawn(3, scale=1e5)}
+    parts = {"recollection": recalled, "strengths": drawn(3, scale=1e5)}
     plain = Answer(drawn(4), drawn())
 
     def loss(answer):
@@ -440,6 +440,12 @@ def test_the_papers_protocols():
         assert (task.environment.best, task.environment.chance) == (10.0, 3.25)
     assert resolve(MATCH, "ur_fig8", {}).task.apple_rewards == (1.0,)
     assert resolve(MATCH, "ur_fig10", {}).task.apple_rewards == (5.0,)
+    for protocol in (*rows, "small"):
+        for cell in ("rma", "ur_rma", "lstm"):
+            task = resolve(MATCH, protocol, {"cell": cell}).task
+            assert task.reconstruction is cell.endswith("rma")
+    noisy = {"returns": "v_trace", "dropout": 0.1}  # does not act while an agent does
+    assert resolve(MATCH, "small", noisy).task.returns == "v_trace"
     public = resolve(MATCH, "pycolab", {})
     assert public.task.environment.phases == (15, 90, 15)
     assert (public.task.span, public.training.batch_size) == (120, 16)
@@ -455,6 +461,8 @@ def test_the_papers_protocols():
         ({"returns": "v_trace"}, "--returns=v_trace has no effect with --passes=1"),
         ({"n_steps": 5}, "--n_steps has no effect with --returns=lambda"),
         ({"image_cost": 5.0}, "--image_cost has no effect with --reconstruction=False"),
+        ({"apples": 3, "distractor_steps": 0}, "--apples=3 has no effect with --distractor_steps"),
+        ({"detach_query": True}, "--detach_query is not for match"),
         ({"apples": 23}, "--apples must be at least 0 and at most 22, got 23"),
         ({"apples": 3, "apple_rewards": ()}, "--apple_rewards must name at least one value"),
         ({"discount": 1.5}, "--discount is a probability in"),

@@ -1,7 +1,9 @@
 """Length of stay: the best answer of drawn stays, raggedness, scores, the paper's counts, runs."""
 
 import itertools
+import json
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from experiments.datasets import stays
 from experiments.settings.errors import UserError
 from experiments.settings.resolver import resolve as resolved
 from experiments.stay import generated
+from experiments.stay import task as stay_task
 from experiments.stay.settings import STAY
 from experiments.stay.task import FEATURES, features, ranking
 from experiments.training import loop
@@ -294,6 +297,28 @@ def test_a_run_on_files(cinc, tmp_path, capsys):
         assert record.stem not in said
         for path in (tmp_path / "run").glob("*.json*"):
             assert record.stem not in re.split(r"[^0-9]+", path.read_text())
+
+
+@pytest.mark.long
+def test_a_run_knows_its_stays(cinc, tmp_path):
+    """Other stays are another configuration, wherever they lie; an earlier run recorded none."""
+    names = {**TINY, "dataset": "cinc2012", "longest": 9}
+    config = resolve(**names, data_dir=str(cinc))
+    here = tmp_path / "here"
+    loop.run(config, here)
+    shutil.copytree(cinc, tmp_path / "copy")
+    loop.run(resolve(**names, data_dir=str(tmp_path / "copy")), here)
+    record = min((tmp_path / "copy" / "set-a").glob("*.txt"))
+    record.write_text(re.sub(r"HR,(\d+)", "HR,171", record.read_text()))
+    stay_task._read.cache_clear()
+    changed = resolve(**names, data_dir=str(tmp_path / "copy"))
+    with pytest.raises(UserError, match=r"belongs to another configuration \(content is "):
+        loop.run(changed, here)
+    recorded = json.loads((here / "config.json").read_text())
+    recorded["identity"].pop("task.content")
+    (here / "config.json").write_text(json.dumps(recorded))
+    loop.run(changed, here)
+    assert "task.content" not in config.identity_without_data()
 
 
 def expected_parts(task):

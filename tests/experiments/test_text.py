@@ -1,5 +1,6 @@
 """Texts: tokens, vocabularies, counts, and what is said of files that are not as they should be."""
 
+import itertools
 import math
 
 import numpy as np
@@ -117,23 +118,36 @@ def test_mutated_files_give_a_sentence_or_a_text(tmp_path_factory, planted, whic
                     assert "".join(words_of(corpus, part)).encode() == content
 
 
-def test_topics_are_all_of_pythons_documentation():
+def runs_of_words(articles, count):
+    """All that stands in so many words, line breaks aside."""
+    words = [article.split() for article in articles]
+    return {tuple(ws[at : at + count]) for ws in words for at in range(len(ws) - count + 1)}
+
+
+def test_no_topic_repeats_another():
+    """No 25 words of a part stand in another; each topic that is left out stands in others."""
     from pydoc_data.topics import topics
 
     corpus = text.topics()
-    articles, held_out = {}, round(len(topics) / 10)
+    articles = {}
     for name in text.PARTS:
         pieces = getattr(corpus, name)
         chars = "".join(words_of(corpus, pieces))
         begins = np.flatnonzero(pieces.starts)
         ends = [*begins[1:], len(chars)]
         articles[name] = [chars[a:b] for a, b in zip(begins, ends, strict=True)]
-    train, validation, test = articles.values()
-    assert sorted(train + validation + test) == sorted(topics.values())
-    assert len(validation) == len(test) == held_out
-    first, second = np.random.RandomState(42).permutation(sorted(topics))[[0, held_out]]
-    assert (validation[0], test[0]) == (topics[first], topics[second])
-    assert len(corpus.test.tokens) > 20_000
+    runs = [runs_of_words(part, 25) for part in articles.values()]
+    assert not any(a & b for a, b in itertools.combinations(runs, 2))
+    selection = [article for part in articles.values() for article in part]
+    assert len(set(selection)) == len(selection) > 50
+    for topic in set(topics.values()) - set(selection):
+        body = topic.split("\n\n", 1)[1].split()
+        here, there = runs_of_words([" ".join(body)], 10), runs_of_words(selection, 10)
+        assert len(here & there) > 0.7 * len(here)
+    assert set(selection) < set(topics.values())
+    total = sum(map(len, selection))
+    for name in ("validation", "test"):
+        assert 0.09 < len(getattr(corpus, name).tokens) / total < 0.15
 
 
 def test_counts_by_hand():

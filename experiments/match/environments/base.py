@@ -78,8 +78,8 @@ class Environment(abc.ABC):
         if not self.symbols:
             return observations.reshape(*observations.shape[:-3], -1).astype(jnp.float32) / 255
         parts = [
-            jax.nn.one_hot(observations[..., at], count, dtype=jnp.float32)
-            for at, count in enumerate(self.symbols)
+            jax.nn.one_hot(observations[..., index], count, dtype=jnp.float32)
+            for index, count in enumerate(self.symbols)
         ]
         return jnp.concatenate(parts, axis=-1)
 
@@ -104,11 +104,11 @@ def restarted(
     """
 
     def restart(observations: Any, states: Any) -> tuple[Any, Any]:
-        fresh = jax.vmap(environment.reset)(keys)
+        starts = jax.vmap(environment.reset)(keys)
 
         def choose(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(done.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
 
-        return jax.tree.map(choose, fresh, (observations, states))
+        return jax.tree.map(choose, starts, (observations, states))
 
-    return jax.lax.cond(done.any(), restart, lambda *same: same, observations, states)
+    return jax.lax.cond(done.any(), restart, lambda *operands: operands, observations, states)

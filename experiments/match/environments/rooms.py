@@ -169,24 +169,24 @@ class Match(Environment):
 
     def reset(self, key: jax.Array) -> tuple[jax.Array, Rooms]:
         keys = jax.random.split(key, 6)
-        doors, every = len(self._doors), jnp.asarray(_COLOURS[self.rules])
+        doors, all_colours = len(self._doors), jnp.asarray(_COLOURS[self.rules])
         starts = _cells(self._explore, "+")
-        order = jax.random.permutation(keys[0], len(every))
+        order = jax.random.permutation(keys[0], len(all_colours))
         cue = jax.random.randint(keys[2], (), 0, len(_cells(self._explore, "p")), jnp.int32)
-        kept = jax.random.permutation(keys[4], MOST_APPLES) < self.apples
+        apples = jax.random.permutation(keys[4], MOST_APPLES) < self.apples
         rewards = jnp.asarray(self.apple_rewards or (0.0,), jnp.float32)
         state = Rooms(
             clock=jnp.int32(0),
             place=jnp.asarray(starts)[jax.random.randint(keys[3], (), 0, len(starts))],
             target=jax.random.randint(keys[1], (), 0, doors, jnp.int32),
-            colours=every[order[:doors]] if self.shuffled else every[-doors:],
+            colours=all_colours[order[:doors]] if self.shuffled else all_colours[-doors:],
             cue=cue,
-            apples=kept,
+            apples=apples,
             picked=jnp.full(MOST_APPLES, _NEVER, jnp.int32),
             apple_reward=jax.random.choice(keys[5], rewards),
             touched=jnp.int32(-1),
         )
-        return self._seen(state), state
+        return self._observation(state), state
 
     def step(self, key: jax.Array, state: Rooms, action: jax.Array) -> Turn:
         del key
@@ -195,30 +195,30 @@ class Match(Environment):
         symbols = self._symbols(state, phase, frame)
         place = state.place + jnp.asarray(_MOVES)[action]
         place = jnp.where(walls[place[0], place[1]], state.place, place)
-        met = symbols[place[0], place[1]]
+        symbol = symbols[place[0], place[1]]
 
-        ate = met == _APPLE
+        on_apple = symbol == _APPLE
         number = jnp.asarray(_numbered(_cells(_APPLES, "a")))[place[0], place[1]]
-        here = jnp.arange(MOST_APPLES, dtype=jnp.int32) == number
-        touches = (phase == 2) & (met >= _COLOURED)
-        correct = met - _COLOURED == state.target
-        of_door = jnp.where(correct, _CORRECT, _INCORRECT[self.rules])
-        reward = jnp.where(touches, of_door, jnp.where(ate, state.apple_reward, 0))
+        place_mask = jnp.arange(MOST_APPLES, dtype=jnp.int32) == number
+        touch = (phase == 2) & (symbol >= _COLOURED)
+        correct = symbol - _COLOURED == state.target
+        door_reward = jnp.where(correct, _CORRECT, _INCORRECT[self.rules])
+        reward = jnp.where(touch, door_reward, jnp.where(on_apple, state.apple_reward, 0))
 
         clock = state.clock + 1
-        touched = jnp.where(touches, clock, state.touched)
+        touched = jnp.where(touch, clock, state.touched)
         next_phase, _ = self._phase(clock)
         state = state._replace(
             clock=clock,
             place=jnp.where(next_phase > phase, jnp.asarray(self._starts)[next_phase], place),
-            picked=jnp.where(ate & here, frame + 1, state.picked),
+            picked=jnp.where(on_apple & place_mask, frame + 1, state.picked),
             touched=touched,
         )
         done = clock >= self.steps
         if self.rules == "dmlab":
             done = done | ((touched >= 0) & (clock >= touched + _AFTER_TOUCH))
         info = {"last_phase": phase == 2}
-        return Turn(self._seen(state), state, reward.astype(jnp.float32), done, info)
+        return Turn(self._observation(state), state, reward.astype(jnp.float32), done, info)
 
     def picture(self, state: Rooms, observation: np.ndarray) -> np.ndarray:
         """The whole room, what the player does not see darker."""
@@ -279,11 +279,11 @@ class Match(Environment):
     def _palette(self, state: Rooms) -> jax.Array:
         return jnp.concatenate([jnp.asarray(_FIXED, jnp.uint8), state.colours])
 
-    def _seen(self, state: Rooms) -> jax.Array:
+    def _observation(self, state: Rooms) -> jax.Array:
         """The cells around the player, uint8 ``[5, 5, 3]``."""
         symbols = self._symbols(state, *self._phase(state.clock))
         symbols = jnp.pad(symbols, _SIGHT, constant_values=_BACKGROUND)
         size = 2 * _SIGHT + 1
-        around = jax.lax.dynamic_slice(symbols, (state.place[0], state.place[1]), (size, size))
-        around = around.at[_SIGHT, _SIGHT].set(_PLAYER)
-        return self._palette(state)[around]
+        view = jax.lax.dynamic_slice(symbols, (state.place[0], state.place[1]), (size, size))
+        view = view.at[_SIGHT, _SIGHT].set(_PLAYER)
+        return self._palette(state)[view]

@@ -66,7 +66,7 @@ class TMaze(Environment):
     def reset(self, key: jax.Array) -> tuple[jax.Array, Corridor]:
         goal = 2 * jax.random.bernoulli(key).astype(jnp.int32) - 1
         state = Corridor(jnp.int32(0), jnp.int32(0), jnp.int32(0), goal)
-        return self._seen(state), state
+        return self._observation(state), state
 
     def step(self, key: jax.Array, state: Corridor, action: jax.Array) -> Turn:
         del key
@@ -78,11 +78,11 @@ class TMaze(Environment):
         x, y = jnp.where(inside, x, state.x), jnp.where(inside, y, state.y)
         state = state._replace(clock=state.clock + 1, x=x, y=y)
         done = state.clock >= self.steps
-        late = jnp.where(x < state.clock, jnp.float32(-1 / self.length), 0)
-        reward = jnp.where(done, (y == state.goal).astype(jnp.float32), late)
-        return Turn(self._seen(state), state, reward, done, {"last_phase": done})
+        delay_cost = jnp.where(x < state.clock, jnp.float32(-1 / self.length), 0)
+        reward = jnp.where(done, (y == state.goal).astype(jnp.float32), delay_cost)
+        return Turn(self._observation(state), state, reward, done, {"last_phase": done})
 
-    def _seen(self, state: Corridor) -> jax.Array:
+    def _observation(self, state: Corridor) -> jax.Array:
         goal = jnp.where(state.goal > 0, _GOAL_NORTH, _GOAL_SOUTH)
         arms = jnp.where(state.y > 0, _NORTH, jnp.where(state.y < 0, _SOUTH, _FORK))
         place = jnp.where(state.x == self.length, arms, _CORRIDOR)

@@ -131,10 +131,33 @@ def torch_side(contender: Contender, size: Size, dtype: str) -> Side:
 
 
 def _in_jax(
-    contender: Contender, size: Size, dtype: str, run: Callable[..., jax.Array], kind: str
+    contender: Contender,
+    size: Size,
+    dtype: str,
+    pack: Callable[[Any], Any],
+    run: Callable[..., jax.Array],
+    kind: str,
 ) -> Side:
-    """A side from (params, xs, carry, noise) -> ys on one device, as such code is written."""
-    return compiled_side(run, make(contender, size, dtype), kind=kind)
+    """A side on one device, as such code is written.
+
+    Args:
+      contender, size, dtype: of the side.
+      pack: our parameters -> the peer's own, which its users hold: this is not timed.
+      run: (the peer's parameters, xs, carry) -> ys.
+      kind: said in the facts.
+    """
+    arrays = make(contender, size, dtype)
+    weights, unpack = jax.vjp(pack, arrays.params)
+    side = compiled_side(
+        lambda weights, xs, carry, _: run(weights, xs, carry),
+        arrays._replace(params=weights),
+        kind=kind,
+    )
+
+    def gradients(values: Gradients) -> Gradients:
+        return values._replace(params=unpack(values.params)[0])
+
+    return side._replace(gradients=gradients)
 
 
 def _packed(params: Any, slots: Sequence[str], role: str) -> jax.Array:
@@ -153,8 +176,7 @@ def flax_side(contender: Contender, size: Size, dtype: str) -> Side:
     ours = ("i", "f", "u", "o") if contender.cell == "lstm" else ("reset", "f", "u")
     theirs = "ifgo" if contender.cell == "lstm" else "rzn"
 
-    def run(params: Any, xs: jax.Array, carry: Any, noise: Any) -> jax.Array:
-        del noise
+    def pack(params: Any) -> dict[str, dict[str, jax.Array]]:
         weights: dict[str, dict[str, jax.Array]] = {}
         for slot, name in zip(ours, theirs, strict=True):
             bias, second = params["bias"][slot], params["recurrent_bias"][slot]
@@ -166,11 +188,14 @@ def flax_side(contender: Contender, size: Size, dtype: str) -> Side:
                 weights["in"]["bias"], weights["hn"]["bias"] = bias, second
             else:
                 weights["i" + name]["bias"] = bias + second
+        return weights
+
+    def run(weights: Any, xs: jax.Array, carry: Any) -> jax.Array:
         state = tuple(carry) if contender.cell == "lstm" else carry.h
         ys: Any = module.apply({"params": {"cell": weights}}, xs, initial_carry=state)
         return ys
 
-    return _in_jax(contender, size, dtype, run, f"flax.linen.RNN({layer.__name__})")
+    return _in_jax(contender, size, dtype, pack, run, f"flax.linen.RNN({layer.__name__})")
 
 
 def haiku_side(contender: Contender, size: Size, dtype: str) -> Side:
@@ -187,22 +212,25 @@ def haiku_side(contender: Contender, size: Size, dtype: str) -> Side:
 
     apply = hk.without_apply_rng(hk.transform(unroll)).apply
 
-    def run(params: Any, xs: jax.Array, carry: Any, noise: Any) -> jax.Array:
-        del noise
+    def pack(params: Any) -> dict[str, dict[str, jax.Array]]:
         slots: tuple[str, ...] = ("f", "reset", "u")
         if contender.cell == "gru":
             gates = _other_gate(params)
             names = (("w_i", "kernel"), ("w_h", "recurrent_kernel"), ("b", "bias"))
-            weights = {"gru": {name: _packed(gates, slots, role) for name, role in names}}
-            return apply(weights, xs, carry.h)
+            return {"gru": {name: _packed(gates, slots, role) for name, role in names}}
         slots = ("i", "u", "f", "o")
         kernels = [_packed(params, slots, role) for role in ("kernel", "recurrent_kernel")]
         bias = _packed(params, slots, "bias") + _packed(params, slots, "recurrent_bias")
         bias = bias.at[2 * size.features : 3 * size.features].add(-1.0)
-        weights = {"lstm/linear": {"w": jnp.concatenate(kernels), "b": bias}}
-        return apply(weights, xs, hk.LSTMState(carry.h, carry.c))
+        return {"lstm/linear": {"w": jnp.concatenate(kernels), "b": bias}}
 
-    return _in_jax(contender, size, dtype, run, f"haiku.dynamic_unroll(haiku.{layer.__name__})")
+    def run(weights: Any, xs: jax.Array, carry: Any) -> jax.Array:
+        state = carry.h if contender.cell == "gru" else hk.LSTMState(carry.h, carry.c)
+        return apply(weights, xs, state)
+
+    return _in_jax(
+        contender, size, dtype, pack, run, f"haiku.dynamic_unroll(haiku.{layer.__name__})"
+    )
 
 
 def _other_gate(params: Any) -> Any:
@@ -238,25 +266,24 @@ def equinox_side(contender: Contender, size: Size, dtype: str) -> Side:
     layer = {"lstm": eqx.nn.LSTMCell, "gru": eqx.nn.GRUCell}[contender.cell]
     template = layer(size.inputs, size.features, key=jax.random.key(0))
 
-    def run(params: Any, xs: jax.Array, carry: Any, noise: Any) -> jax.Array:
-        del noise
+    def pack(params: Any) -> list[jax.Array]:
         roles, slots = ("kernel", "recurrent_kernel"), _EQUINOX[contender.cell]
         if contender.cell == "lstm":
             bias = _packed(params, slots, "bias") + _packed(params, slots, "recurrent_bias")
-            weights = [*(_packed(params, slots, role).T for role in roles), bias]
-            cell = eqx.tree_at(lambda c: [c.weight_ih, c.weight_hh, c.bias], template, weights)
-            return _scanned(cell, (carry.h, carry.c), xs)
+            return [*(_packed(params, slots, role).T for role in roles), bias]
         second = params["recurrent_bias"]
         # The candidate's second bias is inside of the reset gate's product.
         outer_bias = {**second, "u": jnp.zeros_like(second["u"])}
         bias = _packed(params, slots, "bias") + _packed({"b": outer_bias}, slots, "b")
-        weights = [*(_packed(params, slots, role).T for role in roles), bias, second["u"]]
-        cell = eqx.tree_at(
-            lambda c: [c.weight_ih, c.weight_hh, c.bias, c.bias_n], template, weights
-        )
-        return _scanned(cell, carry.h, xs)
+        return [*(_packed(params, slots, role).T for role in roles), bias, second["u"]]
 
-    return _in_jax(contender, size, dtype, run, f"equinox.nn.{layer.__name__}")
+    names = ("weight_ih", "weight_hh", "bias", "bias_n")[: 3 if contender.cell == "lstm" else 4]
+
+    def run(weights: list[jax.Array], xs: jax.Array, carry: Any) -> jax.Array:
+        cell = eqx.tree_at(lambda c: [getattr(c, name) for name in names], template, weights)
+        return _scanned(cell, tuple(carry)[::-1] if contender.cell == "lstm" else carry.h, xs)
+
+    return _in_jax(contender, size, dtype, pack, run, f"equinox.nn.{layer.__name__}")
 
 
 def memax_side(contender: Contender, size: Size, dtype: str) -> Side:
@@ -276,13 +303,20 @@ def memax_side(contender: Contender, size: Size, dtype: str) -> Side:
     template = (LSTMMagma if lstm else GRUMagma)(size.features, jax.random.key(0))
     names = {"f": "f", "i": "i", "o": "o", "u": "c"} if lstm else {"f": "z", "reset": "r", "u": "h"}
 
-    def run(params: Any, xs: jax.Array, carry: Any, noise: Any) -> jax.Array:
-        del noise
+    def pack(params: Any) -> dict[str, list[jax.Array]]:
         bias = jax.tree.map(jnp.add, params["bias"], params["recurrent_bias"])
         gates = {**params, "bias": bias} if lstm else _other_gate(params)
+        return {
+            name: [
+                *(gates[role][slot].T for role in ("kernel", "recurrent_kernel")),
+                gates["bias"][slot],
+            ]
+            for slot, name in names.items()
+        }
+
+    def run(weights: Any, xs: jax.Array, carry: Any) -> jax.Array:
         cell: Any = template
-        for slot, name in names.items():
-            weights = [gates[role][slot].T for role in ("kernel", "recurrent_kernel")]
+        for name, arrays in weights.items():
             cell = eqx.tree_at(
                 lambda c, n=name: [
                     getattr(c, f"W_{n}").weight,
@@ -290,7 +324,7 @@ def memax_side(contender: Contender, size: Size, dtype: str) -> Side:
                     getattr(c, f"W_{n}").bias,
                 ],
                 cell,
-                [*weights, gates["bias"][slot]],
+                arrays,
             )
 
         def scan_example(state: Any, xs: jax.Array) -> jax.Array:
@@ -302,18 +336,19 @@ def memax_side(contender: Contender, size: Size, dtype: str) -> Side:
         ys: jax.Array = jax.vmap(scan_example, in_axes=(0, 1), out_axes=1)(state, xs)
         return ys
 
-    return _in_jax(contender, size, dtype, run, f"memax.{type(template).__name__}")
+    return _in_jax(contender, size, dtype, pack, run, f"memax.{type(template).__name__}")
 
 
 def jax_side(contender: Contender, size: Size, dtype: str) -> Side:
     """``jax.experimental.rnn.lstm``: cuDNN's LSTM, batch-major."""
     from jax.experimental import rnn
 
-    def run(params: Any, xs: jax.Array, carry: Any, noise: Any) -> jax.Array:
-        del noise
+    def pack(params: Any) -> jax.Array:
         slots = ("i", "f", "u", "o")
         roles = ("kernel", "recurrent_kernel", "bias", "recurrent_bias")
-        weights = jnp.concatenate([_packed(params, slots, role).T.ravel() for role in roles])
+        return jnp.concatenate([_packed(params, slots, role).T.ravel() for role in roles])
+
+    def run(weights: jax.Array, xs: jax.Array, carry: Any) -> jax.Array:
         lengths = jnp.full((size.batch,), size.steps, jnp.int32)
         ys, _, _ = rnn.lstm(
             _in_order(jnp.swapaxes(xs, 0, 1)),
@@ -329,7 +364,7 @@ def jax_side(contender: Contender, size: Size, dtype: str) -> Side:
         )
         return jnp.swapaxes(_in_order(ys), 0, 1)
 
-    return _in_jax(contender, size, dtype, run, "jax.experimental.rnn.lstm")
+    return _in_jax(contender, size, dtype, pack, run, "jax.experimental.rnn.lstm")
 
 
 @jax.custom_vjp

@@ -181,6 +181,11 @@ class Cell(nn.RNNCellBase):
         return False
 
     @property
+    def _has_one_draw(self) -> bool:
+        """Whether one draw is in several entries of the parameters, which then share a key."""
+        return False
+
+    @property
     def _remats_steps(self) -> bool:
         """Whether a CPU forms a step again for the backward pass, rather than keep all of it."""
         return False
@@ -199,17 +204,19 @@ class Cell(nn.RNNCellBase):
     def weights(self, in_features: Any) -> dict[str, Any]:
         """This module's parameters, created on first use; ``in_features`` as in ``init_params``.
 
-        Each top-level entry is drawn with its own key, folded by Flax.
+        Each top-level entry of this library's cells is drawn with its own key, folded by Flax; but
+        entries of one draw, and all of a cell of one's own, have one key.
         """
-        init = self.init_params
+        init, has_one_key = self.init_params, self._has_one_draw or not checks.ours(self)
         if not self.is_initializing():
-            present = self.variables.get("params", {})
+            present = nn.unbox(self.variables.get("params", {}))
             checks.params(self, present, in_features)
             if present and checks.ours(self):
                 return {**present}  # Flax would draw them all again, for their shapes
+        shared_key = self.make_rng("params") if self.is_initializing() and has_one_key else None
 
         def entry(key: jax.Array, name: str) -> Any:
-            return init(key, in_features)[name]
+            return init(key if shared_key is None else shared_key, in_features)[name]
 
         shapes = jax.eval_shape(lambda key: init(key, in_features), jax.random.key(0))
         if not isinstance(shapes, dict):

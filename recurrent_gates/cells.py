@@ -406,10 +406,18 @@ class JANET(GRU):
     Attributes:
       gate: how f is made, as in ``GRU``.
       reset: False, always.
+
+    Raises:
+      ValueError: as in ``GRU``, and for a reset gate.
     """
 
     gate: Gate = Gate(tied=True)
     reset: str | bool = False
+
+    def __post_init__(self) -> None:
+        if self.reset is not False:
+            raise ValueError(f"JANET has no reset gate, got reset={self.reset!r}: use GRU.")
+        super().__post_init__()
 
 
 # ---------------------------------------------------------------------------------------

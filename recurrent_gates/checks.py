@@ -225,7 +225,7 @@ def _shapes_of(cell: Any, width: int | None) -> Any:
     """The shapes of the parameters for inputs of a width, or of the initial carry of no batch."""
     if width is None:
         return jax.eval_shape(lambda: cell.initial(()))
-    return jax.eval_shape(lambda: cell.init_params(jax.random.key(0), width))
+    return nn.unbox(jax.eval_shape(lambda: cell.init_params(jax.random.key(0), width)))
 
 
 def _expected(cell: Any, width: int | None) -> Any:
@@ -297,10 +297,10 @@ def nested(tree: Any) -> str:
     for name in ("params", "cell"):
         if isinstance(inner, Mapping) and name in inner:
             path, inner = f"{path}[{name!r}]", inner[name]
-    if path:
-        return f": pass {path} of it"
-    layers = isinstance(tree, Mapping) and any(str(name).startswith("layers_") for name in tree)
-    return ": pass ['layers_0']['cell'] of it for the first layer" if layers else ""
+    layers = isinstance(inner, Mapping) and any(str(name).startswith("cells_") for name in inner)
+    if layers:
+        return f": pass {path}['cells_0'] of it for the first layer"
+    return f": pass {path} of it" if path else ""
 
 
 def kernels(tree: Any, role: str = "kernel") -> None:
@@ -410,7 +410,7 @@ def call(cell: Any, carry: Any, inputs: Any) -> None:
             f"The carry of {_name(cell)} must be {described(initial)}, got {described(carry)}: "
             "cell.initial(batch_shape) makes one."
         )
-    if _shapes(carry) != _shapes(initial):
+    if ours(cell) and _shapes(carry) != _shapes(initial):  # others may read x of several axes
         raise ValueError(
             f"The carry of {_name(cell)} has shapes {_shapes(carry)}; inputs "
             f"{list(jnp.shape(inputs))} need {_shapes(initial)}."
@@ -500,7 +500,7 @@ def carry_fns(value: Any, base: type) -> tuple[Any, ...]:
 
 def no_noise(value: Any, count: int) -> tuple[None, ...]:
     """No entry for each of so many carry functions."""
-    if value is not None:
+    if any(entry is not None for entry in jax.tree.leaves(value)):
         raise ValueError("noise has no effect with deterministic=True, which draws nothing.")
     return (None,) * count
 

@@ -233,8 +233,17 @@ def inputs_dtype(inputs: Slots) -> Any:
     It does not depend on their order, which a transformation sorts; integers do not count, which
     ``update`` reads by themselves.
     """
-    dtypes = [value.dtype for value in inputs.values() if jnp.issubdtype(value.dtype, jnp.inexact)]
-    return max(dtypes, key=lambda dtype: (dtype.itemsize, dtype.name), default=jnp.dtype("float32"))
+    dtypes = [value.dtype for value in inputs.values() if is_inexact(value)]
+    return max(dtypes, key=_width, default=jnp.dtype(jnp.float32))
+
+
+def is_inexact(value: Any) -> bool:
+    """Whether an array holds floating-point or complex numbers, which have gradients."""
+    return jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+def _width(dtype: Any) -> tuple[bool, int, str]:
+    return jnp.issubdtype(dtype, jnp.complexfloating), dtype.itemsize, dtype.name
 
 
 def pre_activations(

@@ -270,7 +270,7 @@ def gato_step(
     Args:
       params: ``{"f": ..., "g": ...}`` from ``GATO(2 * J).init_params(key, D)``.
       carry: r and s, each ``[*batch, J]``.
-      z_t: ``{"f": linear_project(params["f"], x_t), "g": linear_project(params["g"], x_t)}``.
+      z_t: ``GATO(2 * J, f=f, g=g).project(params, x_t)``.
       f: the recurrent map.
       g: the accumulated map.
       period: s is kept in [0, period); None keeps the sum itself.
@@ -389,8 +389,8 @@ class GATO(Cell):
     @nn.nowrap
     def initial(self, batch_shape: Sequence[int]) -> GATOState:
         shape = (*checks.shape("batch_shape", batch_shape), self.units)
-        zeros = jnp.zeros(shape, state_dtype(self.param_dtype))
-        return GATOState(zeros, zeros)
+        dtype = state_dtype(self.param_dtype)
+        return GATOState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     @nn.nowrap
     def project(self, params: Params, x: jax.Array) -> dict[str, Any]:

@@ -330,6 +330,10 @@ class LRU(Cell):
     def linear(self) -> bool:
         return True
 
+    @property
+    def _has_one_draw(self) -> bool:
+        return True  # gamma is made of nu
+
     @nn.nowrap
     def init_params(self, key: jax.Array, in_features: int) -> dict[str, Any]:
         checks.key("key", key)
@@ -363,8 +367,8 @@ class LRU(Cell):
     @nn.nowrap
     def initial(self, batch_shape: Sequence[int]) -> LRUState:
         shape = (*checks.shape("batch_shape", batch_shape), self.features)
-        zeros = jnp.zeros(shape, state_dtype(self.param_dtype))
-        return LRUState(zeros, zeros)
+        dtype = state_dtype(self.param_dtype)
+        return LRUState(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     @nn.nowrap
     def project(self, params: Params, x: jax.Array) -> dict[str, jax.Array]:

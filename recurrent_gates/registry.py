@@ -53,15 +53,25 @@ def _gato(
     /,
     features: int,
     *,
-    rate: float = 0.7,
+    rate: float | None = None,
     **fields: Any,
 ) -> GATO:
+    if "hidden" in fields and "g" in fields:
+        raise ValueError("Give g or its hidden, not both.")
+    if "f" in fields and (gate is not None or rate is not None):
+        raise ValueError(
+            f"Give f or its {'gate' if rate is None else 'rate'}, not both: f=rg.GatedDecay(rate, "
+            "gate) of gato has each."
+        )
     if "hidden" in fields:
         g = functools.partial(g, hidden=fields.pop("hidden"))
     if gate is not None:
         changes = {name: fields.pop(name) for name in _GATE_FIELDS if name in fields}
         gate = dataclasses.replace(gate, **changes)
-    return GATO(features, **{"f": GatedDecay(rate, gate), "g": g(), **fields})
+        if "forget_bias" in changes:
+            gate._refuse(["forget_bias"])
+    decay = GatedDecay(gate=gate) if rate is None else GatedDecay(rate, gate)
+    return GATO(features, **{"f": decay, "g": g(), **fields})
 
 
 def _registry() -> _Registry:

@@ -277,7 +277,7 @@ def unroll(
       key: PRNG key that the carry functions draw from.
       noise: their draws instead of a key, one entry per function with leading axis T.
         Windows of a sequence equal the whole when given slices of one noise.
-      deterministic: draw nothing: detaching is off, zoneout takes its mean.
+      deterministic: draw nothing: detaching is off, zoneout takes its mean. Not with ``noise``.
       return_carries: ``"last"``: return the carry after the last step; ``"all"``: return
         the carries of all steps, leaves ``[T, *batch, ...]``.
       unroll: steps per iteration of the loop; default: 8 on a GPU, 1 elsewhere.
@@ -555,7 +555,7 @@ def _of_jax(tree: Any) -> Any:
 
 def check_width(cell: Cell, params: Params, xs: Any, carry: Carry) -> None:
     """Raises ``ValueError`` where float64 beside a narrower carry would widen it at each step."""
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves((params, xs))]
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves((params, xs)) if hasattr(leaf, "dtype")]
     if (cell_dtype := getattr(cell, "dtype", None)) is not None:
         dtypes.append(jnp.dtype(cell_dtype))
     narrow = any(leaf.dtype != np.float64 for leaf in jax.tree.leaves(carry))

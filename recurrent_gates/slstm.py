@@ -134,8 +134,8 @@ class SLSTM(SlotCell):
 
     @nn.nowrap
     def initial(self, batch_shape: Sequence[int]) -> SLSTMState:
-        zeros = self.zeros(batch_shape)
-        return SLSTMState(zeros, zeros, zeros, jnp.full_like(zeros, _NOTHING))
+        c, n, h = (self.zeros(batch_shape) for _ in range(3))  # apart, so that each can be donated
+        return SLSTMState(c, n, h, jnp.full_like(h, _NOTHING))
 
     @nn.nowrap
     def gates(self, params: Params, carry_tm1: SLSTMState, z: Slots) -> dict[str, jax.Array]:

@@ -79,7 +79,7 @@ def check_cell(
     with _as_assertion(name, "step(params, carry, z_t)"):
         _check_step(cell, params, carry, xs)
     with _as_assertion(name, "a step of one example, without a batch"):
-        _check_promises(cell, params, xs[:, 0])
+        _check_promises(cell, params, xs[:, 0], tolerance)
     with _as_assertion(name, "a sequence"):
         _check_time(cell, params, xs, tolerance)
     with _as_assertion(name, "a sequence with masks"):
@@ -249,7 +249,7 @@ def _check_step(cell: Cell, params: Any, carry: Any, xs: jax.Array) -> None:
             )
 
 
-def _check_promises(cell: Cell, params: Any, xs: jax.Array) -> None:
+def _check_promises(cell: Cell, params: Any, xs: jax.Array, tolerance: float) -> None:
     """What ``sums``, ``diagonal`` and ``linear`` say, of the step after xs ``[T, D]``."""
     name, fields = type(cell).__name__, summed_fields(cell)
     sums = cell.sums if fields else None
@@ -277,6 +277,7 @@ def _check_promises(cell: Cell, params: Any, xs: jax.Array) -> None:
             not any(np.any(leaf) for leaf in jax.tree.leaves(slopes)),
             f"{name}: neither recur nor increment of its sums may read the fields {fields}.",
         )
+        _check_sums(cell, params, carry, z, tolerance)
         _check_bound(name, sums, carry, increment(params, carry, z))
         carry = carry._replace(**dict.fromkeys(fields))
     if not cell.diagonal or outdated(cell, "diagonal"):
@@ -310,6 +311,23 @@ def _check_linear(name: str, step: Callable[[Carry], Carry], carry: Carry) -> No
             block.shape == (width, width) and not np.any(block - np.diag(np.diag(block))),
             f"{name} says that it is linear, but its units interact.",
         )
+
+
+def _check_sums(cell: Cell, params: Any, carry: Any, z: Any, tolerance: float) -> None:
+    """That recur and increment together are the step."""
+    sums = cell.sums
+    assert sums is not None
+    increments = sums.increment(params, carry, z)
+    new = sums.add(feed_back(cell, params, carry, z), increments)
+    expected = cell.step(params, carry, z)
+    sentence = f"{type(cell).__name__}: recur and increment of its sums must be its step."
+    for field in expected._fields:
+        value, expected_value = getattr(new, field), getattr(expected, field)
+        if sums.bound is None or field not in sums.fields:
+            _require_close(value, expected_value, tolerance, sentence)
+        else:  # a rounding may decide on which side of a period a value lies
+            is_close = jnp.isclose(value, expected_value, rtol=1e-4, atol=1e-4)
+            _require(jnp.mean(is_close) > 0.7, sentence)
 
 
 def _check_bound(name: str, sums: Sums, carry: Any, increments: Any) -> None:

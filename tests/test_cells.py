@@ -368,6 +368,36 @@ def test_no_two_leaves_are_drawn_with_one_key(name, settings):
             assert abs(np.corrcoef(one[:shared], other[:shared])[0, 1]) < 0.9
 
 
+def test_the_lrus_gamma_is_made_of_nu_in_a_layer_too():
+    """Orvieto et al., 3.4: gamma^2 = 1 - |lambda|^2."""
+    cell = rg.LRU(64, param_dtype=jnp.float64)
+    layer = rg.RNN(cell).init(jax.random.key(0), jnp.ones((1, 5, 3)))["params"]["cell"]
+    for params in (cell.init_params(jax.random.key(0), 3), layer):
+        modulus = jnp.exp(-jnp.exp(params["nu"]))
+        assert_close(jnp.exp(2 * params["gamma"]), 1 - modulus**2)
+
+
+@pytest.mark.parametrize("name", sorted({*rg.CELLS} - {"exploding"}))
+def test_every_array_of_a_start_can_be_donated(name):
+    """No two leaves are one buffer."""
+    settings = {"heads": 2} if name.endswith("rmc") else {}
+    cell = rg.CELLS[name](8, **settings)
+    for tree in (cell.init_params(jax.random.key(0), 3), cell.initial((2,))):
+        leaves = jax.tree.leaves(tree)
+        assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
+
+
+@pytest.mark.parametrize("name", ["lstm", "ur_gru", "mingru"])
+def test_boxed_initialisers_are_flaxs(name):
+    """Partitioned parameters, as a mesh of devices needs them: the layer runs on both forms."""
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    layer, x = rg.RNN(rg.CELLS[name](8, kernel_init=init)), jnp.ones((2, 5, 3), jnp.float32)
+    boxed = layer.init(jax.random.key(0), x)
+    specs = {str(spec) for spec in jax.tree.leaves(nn.get_partition_spec(boxed))}
+    assert any("model" in spec for spec in specs)
+    assert_identical(layer.apply(boxed, x), layer.apply(nn.unbox(boxed), x))
+
+
 @pytest.mark.parametrize("name", ["lstm", "ur_lstm", "gru", "janet", "rnn", "om_lstm"])
 def test_dense_cells_start_as_said(name):
     """Orthogonal recurrent kernels, LeCun normal input kernels, zero biases but f's constant."""
@@ -534,6 +564,11 @@ def test_an_unknown_name_names_the_nearest(name, nearest):
         (lambda: rg.CELLS["u_gru"](2), "2"),
         (lambda: rg.LSTM(4, gate=rg.GATES["ur"], forget_gate=False), "forget_gate"),
         (lambda: rg.CELLS["gato"](8, s_update="multiply"), "multiply"),
+        (lambda: rg.CELLS["gato"](8, f=rg.GatedDecay(0.9), rate=0.5), "f or its rate, not both"),
+        (lambda: rg.CELLS["gato"](8, g=rg.OneLayer(), hidden=64), "g or its hidden, not both"),
+        (lambda: rg.CELLS["ur_gato"](8, f=rg.GatedDecay()), "f or its gate, not both"),
+        (lambda: rg.CELLS["ur_gato"](8, forget_bias=1.0), "forget_bias"),
+        (lambda: rg.JANET(8, reset="after"), "no reset gate, got reset='after'"),
     ],
 )
 def test_wrong_settings_are_one_sentence(make, words):

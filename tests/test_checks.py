@@ -125,9 +125,9 @@ MISTAKES = {
     ),
     "a layer's params": (lambda: run(LSTM, VARIABLES["params"], XS), "kernel", "['cell']"),
     "a stack's params": (
-        lambda: run(LSTM, {"layers_0": {"cell": PARAMS}}, XS),
+        lambda: run(LSTM, {"params": {"cells_0": PARAMS}}, XS),
         "kernel",
-        "['layers_0']['cell']",
+        "['params']['cells_0']",
     ),
     "another cell's parameters": (lambda: run(GATO, PARAMS, XS), "f, g", "kernel"),
     "another gate's parameters": (

@@ -1,6 +1,7 @@
 """The kernels as libraries, compiled where they run: found again, refused, or built anew."""
 
 import pathlib
+import time
 
 import pytest
 
@@ -54,6 +55,21 @@ def test_a_damaged_library_is_compiled_anew(monkeypatch, tmp_path):
     path.write_bytes(b"half of it")
     assert hasattr(library._loaded("janet"), "rg_forward")
     assert path.read_bytes() == whole
+
+
+def test_a_compiler_that_does_not_end_is_ended_with_its_children(fresh, monkeypatch, tmp_path):
+    path, child = tmp_path / "c++", tmp_path / "child"
+    path.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {child}\nwait\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    monkeypatch.setattr(library, "_SECONDS", 1)
+    assert "the C++ compiler cannot be run: " in fresh("lstm")
+    status = pathlib.Path(f"/proc/{int(child.read_text())}/stat")
+    for _ in range(100):
+        if not status.exists() or status.read_text().split(") ")[1][0] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError("what the compiler had started runs on")
 
 
 def test_a_library_that_never_loads_is_compiled_in_vain_once(fresh, monkeypatch):

@@ -96,7 +96,7 @@ def test_a_map_of_ones_own_has_no_inherited_declarations():
     params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
     last, _ = rg.unroll(cell, params, xs)
     assert jnp.abs(last.r).max() <= 0.05
-    assert_close(rg.unroll(cell, params, xs, backend="auto"), rg.unroll(cell, params, xs))
+    assert_close(rg.unroll(cell, params, xs), rg.unroll(cell, params, xs, backend="scan"))
     for backend in ("fused", "newton"):
         with pytest.raises(ValueError, match="does not"):
             rg.unroll(cell, params, xs, backend=backend)
@@ -312,22 +312,21 @@ def test_a_cell_without_a_step_is_one_sentence():
 
 
 class Gap(Leaky):
-    """Reads beside x the whole number of steps since the last value, and half a number."""
+    """Reads beside x how many steps ago the last value was, and a factor in half precision."""
 
     def project(self, params, x):
-        return {"h": x["v"] @ params["W"], "gap": x["gap"], "half": x["half"]}
+        return {"h": x["v"] @ params["W"], "gap": x["gap"], "dim": x["dim"]}
 
     def init_params(self, key, in_features):
         return super().init_params(key, in_features["v"])
 
-    def emit(self, params, carry, z):
-        return carry.h
+    emit = rg.SlotCell.emit
 
     @property
     def products(self):
         def update(carry, inputs, product):
             faded = 0.9 ** inputs["gap"] * carry.h
-            return rg.HiddenState(0.5 * faded + jnp.tanh(product("h", faded)) * inputs["half"])
+            return rg.HiddenState(0.5 * faded + jnp.tanh(product("h", faded)) * inputs["dim"])
 
         return rg.Products(lambda params: {"h": params["U"]}, update)
 
@@ -342,19 +341,30 @@ def mixed_dtypes():
 @pytest.mark.parametrize("backend", ["scan", "fused", "pallas"])
 def test_products_have_the_dtype_of_the_widest_input(backend):
     """Not that of the first by name: a tree's are sorted on the way into a loop."""
-    cell, params = Gap(), parameters(Gap(), {"v": INPUTS, "gap": 1, "half": 1})
+    cell, params = Gap(), parameters(Gap(), {"v": INPUTS, "gap": 1, "dim": 1})
     xs = {
         "v": array(8, STEPS, BATCH, INPUTS),
         "gap": jnp.arange(STEPS * BATCH).reshape(STEPS, BATCH, 1) % 3,
-        "half": jnp.full((STEPS, BATCH, 1), 0.5, jnp.float16),
+        "dim": jnp.full((STEPS, BATCH, 1), 0.5, jnp.float16),
     }
-    h, expected = jnp.zeros((BATCH, FEATURES)), []
-    for v, gap in zip(xs["v"], xs["gap"], strict=True):
-        faded = 0.9**gap * h
-        h = 0.5 * faded + 0.5 * jnp.tanh(v @ params["W"] + faded @ params["U"])
-        expected.append(h)
-    _, ys = rg.unroll(cell, params, xs, backend=backend)
-    assert_close(ys, jnp.stack(expected))
+
+    def by_hand(params, v):
+        h, hs = jnp.zeros((BATCH, FEATURES)), []
+        for v_t, gap in zip(v, xs["gap"], strict=True):
+            faded = 0.9**gap * h
+            h = 0.5 * faded + 0.5 * jnp.tanh(v_t @ params["W"] + faded @ params["U"])
+            hs.append(h)
+        return jnp.stack(hs)
+
+    def unrolled(params, v):
+        return rg.unroll(cell, params, {**xs, "v": v}, backend=backend)[1]
+
+    operands = params, xs["v"]
+    assert unrolled(*operands).dtype == jnp.float64
+    assert_close(unrolled(*operands), by_hand(*operands))
+    expected = jax.grad(lambda *args: jnp.sin(by_hand(*args)).sum(), argnums=(0, 1))(*operands)
+    actual = jax.grad(lambda *args: jnp.sin(unrolled(*args)).sum(), argnums=(0, 1))(*operands)
+    assert_close(actual, expected)
 
 
 class Counted(NamedTuple):
@@ -428,6 +438,54 @@ def test_gates_that_read_the_carry_are_not_linear():
 
     cell = Peeping(FEATURES, param_dtype=jnp.float64)
     params, xs = parameters(cell, INPUTS), array(8, STEPS, BATCH, INPUTS)
-    assert_close(rg.unroll(cell, params, xs, backend="auto"), rg.unroll(cell, params, xs))
-    with pytest.raises(ValueError, match="Peeping does not say that its step is linear"):
+    expected = rg.unroll(cell, params, xs, backend="scan")
+    assert_close(rg.unroll(cell, params, xs, backend="auto"), expected)
+    with pytest.raises(ValueError, match=r"Peeping does not say .*, of which its own gates"):
         rg.unroll(cell, params, xs, backend="parallel")
+
+
+class Tally(rg.Cell):
+    """A mean that fades, and beside it the whole number of steps."""
+
+    linear = True
+
+    def init_params(self, key, in_features):
+        return {"W": jax.random.normal(key, (in_features, FEATURES))}
+
+    def initial(self, batch_shape):
+        zeros = jnp.zeros((*batch_shape, FEATURES))
+        return Counted(zeros, zeros.astype(jnp.int32))
+
+    def project(self, params, x):
+        return x @ params["W"]
+
+    def step(self, params, carry, z_t):
+        return Counted(0.9 * carry.h + z_t, carry.count + 1)
+
+    def emit(self, params, carry, z):
+        return carry.h
+
+
+def test_a_linear_cell_that_counts_is_a_loop():
+    params, xs = parameters(Tally(), INPUTS), array(8, STEPS, BATCH, INPUTS)
+    with pytest.raises(ValueError, match="a carry of Tally has other numbers than floating-point"):
+        rg.unroll(Tally(), params, xs, backend="parallel")
+
+    def loss(params, backend):
+        return jnp.sin(rg.unroll(Tally(), params, xs, backend=backend)[1]).sum()
+
+    assert_close(jax.grad(loss)(params, "auto"), jax.grad(loss)(params, "scan"))
+
+
+def test_parameters_may_be_numbers():
+    class Scaled(Leaky):
+        def init_params(self, key, in_features):
+            return {**super().init_params(key, in_features), "scale": 2.0}
+
+        def project(self, params, x):
+            return {"h": params["scale"] * (x @ params["W"])}
+
+    cell, xs = Scaled(), array(8, STEPS, BATCH, INPUTS)
+    params = cell.init_params(jax.random.key(0), INPUTS)
+    doubled = {**params, "W": 2 * params["W"]}
+    assert_close(rg.unroll(cell, params, xs), rg.unroll(Leaky(), doubled, xs))

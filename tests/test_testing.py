@@ -154,6 +154,39 @@ def halves(own):
     return lambda field, total: total / 2
 
 
+class Doubling(rg.Cell):
+    """A step that adds twice what its sums add."""
+
+    features: int = 4
+
+    def init_params(self, key, in_features):
+        return {"W": jax.random.normal(key, (in_features, self.features))}
+
+    def initial(self, batch_shape):
+        zeros = jnp.zeros((*batch_shape, self.features))
+        return rg.GATOState(zeros, zeros)
+
+    def step(self, params, carry, z_t):
+        s = carry.s + 2 * jnp.tanh(carry.r)
+        return rg.GATOState(0.5 * carry.r + jnp.tanh(z_t @ params["W"]), s)
+
+    def emit(self, params, carry, z):
+        return jnp.cos(carry.s)
+
+    @property
+    def sums(self):
+        def recur(params, carry, z_t):
+            return carry._replace(r=0.5 * carry.r + jnp.tanh(z_t @ params["W"]))
+
+        return rg.Sums(("s",), lambda params, carry, z: {"s": jnp.tanh(carry.r)}, recur)
+
+
+def test_sums_that_are_not_the_step_are_told_in_one_sentence():
+    words = "Doubling: recur and increment of its sums must be its step"
+    with pytest.raises(AssertionError, match=words):
+        check_cell(Doubling())
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -93,6 +93,16 @@ class Images(rg.Cell):
         return carry + z_t @ params["image"]
 
 
+def test_a_step_of_arrays_of_several_axes():
+    """The batch is that of the carry."""
+    cell, x = Images(), array(3, BATCH, 3, 5)
+    carry = cell.initial((BATCH,))
+    variables = cell.init(jax.random.key(0), carry, x)
+    new, y = cell.apply(variables, carry, x)
+    assert_close(new, jnp.repeat(x.sum(axis=-1, keepdims=True), 2, axis=-1))
+    assert_close(y, new)
+
+
 @pytest.mark.parametrize(
     ("leaf", "batch"), [((STEPS, 2, 3, 5), (BATCH,)), ((STEPS - 1, BATCH, 3, 5), ())]
 )

@@ -79,7 +79,7 @@ def _examples(finished: Finished, params: Any, count: int) -> Shown:
         return words, learner.apply(params, pictures, words[:, None]).weights
 
     words, weights = jax.device_get(say_and_look(params, window.pictures))
-    captions = [task.text(row) for row in words]
+    captions = task.tokenised([task.text(row) for row in words])
     references = [task.references[number] for number in window.numbers]
     truths: list[bool | None]
     if task.generated:

@@ -89,15 +89,14 @@ class CaptioningTask(CaptioningSettings, BaseTask):
         """Whether the pictures are scenes, drawn on the device."""
         return self.dataset == "scenes"
 
-    @property
+    @functools.cached_property
     def content(self) -> str | None:
         """A digest of captions and weights in files, which no setting tells."""
         if self.generated:
             return None
         digest = hashlib.sha256("\n".join(self.vocabulary).encode())
         for pictures in self.corpus.parts:
-            captions = [picture.captions for picture in pictures]
-            digest.update(json.dumps(captions).encode())
+            digest.update(json.dumps([picture.captions for picture in pictures]).encode())
         if self.weights is not None:
             digest.update(digest_of_file(self.weights).encode())
         return digest.hexdigest()[:16]
@@ -286,6 +285,13 @@ class CaptioningTask(CaptioningSettings, BaseTask):
         captions = _held_out_captions(self.groups, self.held_out_scenes)
         return [[self.text(caption) for caption in group] for group in captions]
 
+    def tokenised(self, sentences: Sequence[str]) -> list[str]:
+        """What the model says, cut into words as the references are."""
+        if self.generated:
+            return list(sentences)
+        groups = [[sentence] for sentence in sentences]
+        return [sentence for [sentence] in scoring.tokenised(groups, self.evaluation == "coco")]
+
     def true_of(self, name: str, count: int) -> list[set[str]]:
         """Of the first so many scenes of a held-out set, every caption that is true of each."""
         keys = _held_out_keys(name, self.held_out_scenes)[:count]
@@ -301,11 +307,7 @@ class CaptioningTask(CaptioningSettings, BaseTask):
         references = self.references
         truth = [references[number] for number in rows["numbers"][counts]]
         sentences = [self.text(words) for words in rows["words"][counts]]
-        if not self.generated:
-            groups = [[sentence] for sentence in sentences]
-            sentences = [
-                sentence for [sentence] in scoring.tokenised(groups, self.evaluation == "coco")
-            ]
+        sentences = self.tokenised(sentences)
         score = scoring.coco if self.evaluation == "coco" else scoring.bleu
         return super().scores(sums, outputs) | score(sentences, truth)
 

@@ -84,7 +84,7 @@ class LanguageModelTask(LanguageModelSettings, BaseTask):
         """The test part's perplexity under counts of one, two, ... tokens."""
         return _perplexities(self.dataset, self.data_dir, self.level)
 
-    @property
+    @functools.cached_property
     def content(self) -> str | None:
         """A digest of a text that no setting tells, the user's own or Python's, which differs
         from version to version; None of a published one."""

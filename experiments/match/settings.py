@@ -183,7 +183,7 @@ _PYCOLAB = {
 }
 _TIMES = {
     "rules": Sourced("dmlab", "UR D: the settings of Hung et al. (2018)"),
-    "explore_steps": Sourced(75, "Hung et al., 2018: 5 s at 15 steps a second"),
+    "explore_steps": Sourced(75, "Hung et al., 2018: 5 s; ours: 15 steps a second"),
     "distractor_steps": Sourced(450, "Hung et al., 2018: 30 s"),
     "reward_steps": Sourced(75, "Hung et al., 2018: the rest of 40 s"),
 }

@@ -34,11 +34,11 @@ class Rewards(NamedTuple):
     """Sums of rewards since an episode's first step, leaves ``[B]`` or ``[T, B]``, float32.
 
     Attributes:
-      episode: of all steps.
+      whole: of all steps.
       last_phase: of the steps of the last phase.
     """
 
-    episode: jax.Array
+    whole: jax.Array
     last_phase: jax.Array
 
 
@@ -401,7 +401,7 @@ class _Episodes:
         keys = jax.random.split(play_key, task.environment.steps)
         state = (first_stream, jnp.ones(rows.count, bool), first_stream.rewards)
         (_, _, rewards), _ = jax.lax.scan(play, state, keys)
-        return Score(rewards.episode, rewards.last_phase, greedy), stream
+        return Score(rewards.whole, rewards.last_phase, greedy), stream
 
 
 def _of_rows(key: jax.Array, rows: Rows) -> jax.Array:

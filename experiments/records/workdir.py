@@ -260,8 +260,6 @@ class Workdir:
                 "choose another --workdir."
             )
         new = config.identity()
-        if "task.content" not in old:  # an earlier version did not record it
-            new.pop("task.content", None)
         defaults = identity_defaults(config.task)  # an earlier version did not have them yet
         recorded_identity, old = (
             old,

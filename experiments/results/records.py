@@ -16,6 +16,7 @@ from experiments.command import tables
 from experiments.compare import table
 from experiments.records.reporting import say
 from experiments.records.workdir import Workdir
+from experiments.settings.config import Config
 from experiments.settings.errors import UserError
 from experiments.settings.fields import shown_value
 from experiments.settings.metrics import Metric
@@ -238,13 +239,22 @@ def record(entry: table.Entry) -> Record:
         command=command(config.task.name, config.protocol, config.overrides),
         device=document["device"],
         revision=document.get("commit"),
-        identity=row_digest(config.identity_without_data()),
+        identity=row_digest(_identity(config, document)),
         rate=entry.rate,
         watched=_watched(entry, summary, lanes),
         curve=_thin(entry),
         parameters=entry.parameters,
         seconds=round(entry.seconds),
     )
+
+
+def _identity(config: Config, document: Mapping[str, Any]) -> dict[str, Any]:
+    """What changes the mathematics of a run; the user's own text, which nothing else names, is
+    told by the digest that the run recorded."""
+    identity = config.identity_without_data()
+    if identity.get("task.dataset") == "own":
+        identity["task.content"] = document["identity"]["task.content"]
+    return identity
 
 
 def transfer_results(path: Path) -> Results:

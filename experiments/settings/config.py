@@ -14,8 +14,7 @@ from experiments.settings.fields import check_all, declared
 from experiments.settings.model import CarrySettings, ModelSettings
 from experiments.settings.optimization import TrainingSettings
 
-# A file of weights counts by its content.
-_NO_MATHEMATICS = ("model.backend", "task.data_dir", "task.weights", "training.mesh")
+_NO_MATHEMATICS = ("model.backend", "task.data_dir", "training.mesh")
 # Than runs whose default directories should be found again.
 _NEWER = (
     "training.ties",
@@ -79,9 +78,8 @@ class Config:
           UserError: if the user's data cannot be read.
         """
         identity = self.identity_without_data()
-        if hasattr(type(self.task), "content") and self.task.content is not None:
-            identity["task.content"] = self.task.content
-        return identity
+        content = self.task.content if hasattr(type(self.task), "content") else None
+        return identity if content is None else {**identity, "task.content": content}
 
     def identity_without_data(self) -> dict[str, Any]:
         """The identity but for the digest of the user's data, which are not read."""
@@ -90,6 +88,8 @@ class Config:
             for part, settings in self.resolved().items()
             for name, value in settings.items()
         }
+        if "task.weights" in flat:
+            flat["task.weights"] = None  # a file, which its content tells
         excluded_names = {*_NO_MATHEMATICS}
         if not self.schedule_needs_length:
             excluded_names.add("training.steps")

@@ -120,7 +120,7 @@ class StayTask(StaySettings, SupervisedTask):
         """Whether the stays are drawn, and the best answer is known."""
         return self.dataset == "generated"
 
-    @property
+    @functools.cached_property
     def content(self) -> str | None:
         """A digest of the stays in files, which no setting tells."""
         if self.generated or self.data_dir is None:

@@ -119,8 +119,8 @@ def singular_bounds(
     """
     run = trajectory(cell, params, xs, carry)
     slope = jnp.abs(_slope(cell.activation, dense(params, run.z)("h", run.before.h)))
-    values = jnp.linalg.svd(params["recurrent_kernel"]["h"], compute_uv=False)
-    values = values.astype(slope.dtype)
+    matrix = params["recurrent_kernel"]["h"].astype(slope.dtype)
+    values = jnp.linalg.svd(matrix, compute_uv=False)
     low, high = jnp.min(slope, axis=(0, -1)), jnp.max(slope, axis=(0, -1))
     gaps = jnp.arange(len(slope) + 1, dtype=slope.dtype).reshape(-1, *(1,) * low.ndim)
 

@@ -60,6 +60,7 @@ from recurrent_gates.declared import (
     Slots,
     Weights,
     inputs_dtype,
+    is_inexact,
     outdated,
     recurrent_weights,
 )
@@ -85,7 +86,7 @@ def unsupported(loop: Loop) -> str | None:
     if reason is not None:
         return reason
     carry = loop.carry if cell.sums is None else feeding(loop).carry
-    if not all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(carry)):
+    if not all(map(is_inexact, jax.tree.leaves(carry))):
         return f"a carry of {type(cell).__name__} has other numbers than floating-point ones."
     for fn in loop.carry_fns:
         get_field(loop.carry, fn.field)  # an unknown field is an error under any backend

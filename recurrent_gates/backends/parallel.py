@@ -28,7 +28,7 @@ from recurrent_gates import target
 from recurrent_gates.backends.shared.refusal import refuse_derivative
 from recurrent_gates.backends.shared.rows import projected
 from recurrent_gates.carry import CarryFn, Detach, Zoneout, get_field
-from recurrent_gates.declared import Carry, outdated
+from recurrent_gates.declared import Carry, is_inexact, outdated, redefined
 from recurrent_gates.scan import Loop, Segment, Stream, mark_residuals, with_zeros
 from recurrent_gates.shapes import expand
 
@@ -48,7 +48,9 @@ def unsupported(loop: Loop) -> str | None:
     """Why this backend does not serve a loop, in one sentence; None if it does."""
     name = type(loop.settings.cell).__name__
     if not loop.settings.cell.linear:
-        return f"{name} does not say that its step is linear in the carry."
+        reason = f"{name} does not say that its step is linear in the carry"
+        own_gates = redefined(loop.settings.cell, "gates", "linear")
+        return f"{reason}, of which its own gates may read." if own_gates else f"{reason}."
     reason = outdated(loop.settings.cell, "linear")
     if reason is not None:
         return reason
@@ -56,7 +58,7 @@ def unsupported(loop: Loop) -> str | None:
         return "it cuts time into blocks by sizes, and these are symbolic."
     if len({leaf.shape for leaf in jax.tree.leaves(loop.carry)}) > 1:
         return f"the fields of {name} do not have one shape."
-    if not all(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(loop.carry)):
+    if not all(map(is_inexact, jax.tree.leaves(loop.carry))):
         return f"a carry of {name} has other numbers than floating-point ones."
     for fn, noise in zip(loop.carry_fns, loop.stream.noise, strict=True):
         get_field(loop.carry, fn.field)  # an unknown field is an error under any backend

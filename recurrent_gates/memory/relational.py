@@ -148,14 +148,17 @@ class RMC(MemoryCell):
         params["mlp"] = {
             f"layer_{i}": self.init_linear(key, width, width) for i, key in enumerate(keys)
         }
-        norm = {"scale": jnp.ones((width,), dtype), "bias": jnp.zeros((width,), dtype)}
+
+        def norm(width: int) -> dict[str, jax.Array]:
+            return {"scale": jnp.ones((width,), dtype), "bias": jnp.zeros((width,), dtype)}
+
         qkv = self.heads * sum(self._head_widths)
         for i, key in enumerate(jax.random.split(blocks_key, self.blocks)):
             params[f"block_{i}"] = {
                 "qkv": self.init_linear(key, width, qkv),
-                "qkv_norm": {"scale": jnp.ones((qkv,), dtype), "bias": jnp.zeros((qkv,), dtype)},
-                "attention_norm": norm,
-                "mlp_norm": norm,
+                "qkv_norm": norm(qkv),
+                "attention_norm": norm(width),
+                "mlp_norm": norm(width),
             }
         if self.gate_style is not None:
             params["gates"] = self._init_gates(gates_key)

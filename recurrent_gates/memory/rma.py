@@ -144,14 +144,14 @@ class RMA(MemoryCell):
 
     @nn.nowrap
     def initial(self, batch_shape: Sequence[int]) -> RMAState:
-        hidden = self.zeros(batch_shape, _LAYERS * self.features)
+        c, h = (self.zeros(batch_shape, _LAYERS * self.features) for _ in range(2))
         return RMAState(
-            c=hidden,
-            h=hidden,
+            c=c,
+            h=h,
             z=self.zeros(batch_shape, self.word_size),
             reads=self.zeros(batch_shape, self.read_heads, self.word_size),
             memory=self.zeros(batch_shape, self.memory_slots, self.word_size),
-            position=jnp.zeros((*hidden.shape[:-1], 1), jnp.int32),
+            position=jnp.zeros((*h.shape[:-1], 1), jnp.int32),
         )
 
     @nn.nowrap

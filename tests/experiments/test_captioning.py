@@ -50,6 +50,8 @@ def config(**settings):
         names.pop("attention_units")
     if names.get("dataset", "scenes") != "scenes":
         names.pop("held_out_scenes")
+    if names.get("inputs") == "one_hot":
+        names.pop("embedding")
     return resolve(CAPTIONING, "small", names)
 
 

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from experiments.captioning import features, pictures, resnet, scoring
+from experiments.captioning import task as captioning_task
 from experiments.captioning.features import Cache
 from experiments.captioning.model import END
 from experiments.captioning.settings import CAPTIONING
@@ -74,6 +75,7 @@ def no_prepared_sets(tmp_path, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "prepared"))
     own_caches(monkeypatch, tmp_path / "caches")
     pictures.corpus.cache_clear()
+    captioning_task._TOKENISED.clear()
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -446,7 +448,7 @@ def test_captions_are_tokenised_as_their_references(tmp_path, monkeypatch, evalu
     """What is said word for word as it was written scores 1, with any tokeniser."""
 
     def split(texts, treebank):
-        cut = " '" if treebank else "'"
+        cut = " '" if treebank else " ' "
         return [[text.lower().replace("'", cut) for text in group] for group in texts]
 
     monkeypatch.setattr(scoring, "has_coco", lambda: True)
@@ -458,6 +460,8 @@ def test_captions_are_tokenised_as_their_references(tmp_path, monkeypatch, evalu
     rows = {"counts": np.ones(8), "numbers": np.arange(8), "words": np.zeros((8, 3), int)}
     scores = task.scores({"loss": (np.float64(1), np.float64(1))}, [rows])
     assert scores["bleu_4"] == pytest.approx(1)
+    cut = {"bleu": "isn ' t", "coco": "isn 't"}[evaluation]
+    assert all(cut in group[1] for group in task.references)
 
 
 def test_a_run_knows_its_captions_and_weights(tmp_path):

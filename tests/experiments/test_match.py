@@ -216,6 +216,8 @@ def test_what_is_recalled_and_strong_reading_are_priced():
     priced += losses.strength(parts["strengths"])
     more = loss(plain._replace(**parts)) - loss(plain)
     np.testing.assert_allclose(more, priced[:-1].sum(), rtol=1e-5)
+    reading = loss(plain._replace(strengths=parts["strengths"])) - loss(plain)
+    np.testing.assert_allclose(reading, losses.strength(parts["strengths"])[:-1].sum(), rtol=1e-4)
 
 
 def test_steps_draw_other_actions():

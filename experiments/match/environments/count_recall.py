@@ -22,8 +22,8 @@ class Questions(NamedTuple):
     """Shuffled cards and questions, int32 ``[cards]``, and how many of each have been dealt."""
 
     cards: jax.Array
-    questions: jax.Array
-    dealt_count: jax.Array
+    asked: jax.Array
+    dealt: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,16 +68,14 @@ class CountRecall(Environment):
 
     def step(self, key: jax.Array, state: Questions, action: jax.Array) -> Turn:
         del key
-        dealt_mask = jnp.arange(len(state.cards), dtype=jnp.int32) < state.dealt_count
-        kind = state.questions[state.dealt_count - 1]
+        dealt_mask = jnp.arange(len(state.cards), dtype=jnp.int32) < state.dealt
+        kind = state.asked[state.dealt - 1]
         count = (dealt_mask & (state.cards == kind)).sum(dtype=jnp.int32)
         worth = jnp.float32(1 / self.steps)
         reward = jnp.where(action == count, worth, -worth)
-        state = state._replace(dealt_count=state.dealt_count + 1)
-        done = state.dealt_count >= DECK * self.decks
+        state = state._replace(dealt=state.dealt + 1)
+        done = state.dealt >= DECK * self.decks
         return Turn(self._observation(state), state, reward, done, {"last_phase": jnp.bool_(True)})
 
     def _observation(self, state: Questions) -> jax.Array:
-        return jnp.stack(
-            [state.cards[state.dealt_count - 1], state.questions[state.dealt_count - 1]]
-        )
+        return jnp.stack([state.cards[state.dealt - 1], state.asked[state.dealt - 1]])

@@ -23,7 +23,7 @@ class Hand(NamedTuple):
     """Shuffled cards, int32 ``[cards]``, and how many have been dealt, int32 ``[]``."""
 
     cards: jax.Array
-    dealt_count: jax.Array
+    dealt: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +68,9 @@ class RepeatPrevious(Environment):
     def step(self, key: jax.Array, state: Hand, action: jax.Array) -> Turn:
         del key
         worth = jnp.float32(1 / (DECK * self.decks - self.lag))
-        reward = jnp.where(action == state.cards[state.dealt_count - self.lag], worth, -worth)
-        reward = jnp.where(state.dealt_count >= self.lag, reward, 0)
-        observation = state.cards[state.dealt_count][None]
-        state = state._replace(dealt_count=state.dealt_count + 1)
-        done = state.dealt_count >= DECK * self.decks
+        reward = jnp.where(action == state.cards[state.dealt - self.lag], worth, -worth)
+        reward = jnp.where(state.dealt >= self.lag, reward, 0)
+        observation = state.cards[state.dealt][None]
+        state = state._replace(dealt=state.dealt + 1)
+        done = state.dealt >= DECK * self.decks
         return Turn(observation, state, reward, done, {"last_phase": jnp.bool_(True)})

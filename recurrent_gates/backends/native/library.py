@@ -17,6 +17,7 @@ import pathlib
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 
@@ -186,19 +187,26 @@ def _output(command: list[str]) -> str:
       UnavailableError: if it fails.
     """
     try:
-        process = subprocess.run(
+        process = subprocess.Popen(
             command,
             env={**os.environ, "LC_ALL": "C"},  # a version is the same in every language
-            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            check=False,
-            timeout=_SECONDS,
+            start_new_session=True,  # a compiler is several processes, which end together
         )
+        with process:
+            try:
+                output, errors = process.communicate(timeout=_SECONDS)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UnavailableError(f"the C++ compiler cannot be run: {error}.") from None
     if process.returncode:
-        lines = process.stderr.strip().splitlines() or [f"exit status {process.returncode}"]
+        lines = errors.strip().splitlines() or [f"exit status {process.returncode}"]
         message = next((line for line in lines if "error" in line), lines[-1])
         raise UnavailableError(f"the C++ compiler does not compile the kernels: {message}.")
-    return process.stdout
+    return output

@@ -40,7 +40,7 @@ from recurrent_gates.backends.shared.products import declared, product_loop
 from recurrent_gates.base import Cell
 from recurrent_gates.carry import CarryFn, get_field, set_field
 from recurrent_gates.cells import GRU, JANET, LSTM
-from recurrent_gates.declared import Carry, Slots, inputs_dtype, recurrent_weights
+from recurrent_gates.declared import Carry, Slots, inputs_dtype, is_inexact, recurrent_weights
 from recurrent_gates.gato import GATO, GatedDecay
 from recurrent_gates.scan import Loop, Segment, with_zeros
 from recurrent_gates.slstm import SLSTM
@@ -64,6 +64,8 @@ def unsupported(loop: Loop) -> str | None:
         return reason
     if loop.symbolic:
         return "its kernels are cut by sizes, and these are symbolic."
+    if not all(map(is_inexact, jax.tree.leaves(loop.carry))):
+        return "its kernels hold carries of floating-point numbers."
     batch = loop.lead[1:]
     if any(leaf.ndim != len(batch) + 1 for leaf in jax.tree.leaves(loop.carry)):
         return "its kernels hold carries of one feature axis."

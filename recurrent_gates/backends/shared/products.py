@@ -34,6 +34,7 @@ from recurrent_gates.declared import (
     Slots,
     Weights,
     inputs_dtype,
+    is_inexact,
     matrix_product,
     pre_activations,
     product_of,
@@ -286,7 +287,11 @@ def step_gradients(
     """
     direct: dict[str, int] = {}  # slot -> the leaf of the carry that its product reads
 
-    def replay(prev: Carry, reset_carry: Carry, pre: Slots, apart: Slots) -> Carry:
+    numbers = {name: x for name, x in moment.apart.items() if is_inexact(x)}
+
+    def replay(prev: Carry, reset_carry: Carry, pre: Slots, numbers: Slots) -> Carry:
+        apart = {**moment.apart, **numbers}
+
         def update(carry: Carry) -> Carry:
             def replayed(slot: str, x: jax.Array) -> jax.Array:
                 for index, leaf in enumerate(jax.tree.leaves(carry)):
@@ -299,7 +304,7 @@ def step_gradients(
 
         return loop.replace(reset_carry=reset_carry).advance(update, prev, moment.stream)
 
-    _, pullback = jax.vjp(replay, moment.prev, loop.reset_carry, moment.pre, moment.apart)
+    _, pullback = jax.vjp(replay, moment.prev, loop.reset_carry, moment.pre, numbers)
     d = StepCotangents(*pullback(d_new))
     if not direct:
         return d
@@ -414,9 +419,9 @@ def gradients(
 
     _, pullback = jax.vjp(products, residual.loop.params)
     (d_weights,) = pullback(d_rows)
-    d_inputs: dict[str, Any] = dict(d_apart)
-    for name in residual.dtypes.keys() - d_apart.keys():  # None: a slot that update does not read
-        d_inputs[name] = d_pre[name].astype(residual.dtypes[name].dtype) if name in d_pre else None
+    d_inputs: dict[str, Any] = {}
+    for name, like in residual.dtypes.items():  # None: an integer, or a slot that is not read
+        d_inputs[name] = d_pre[name].astype(like.dtype) if name in d_pre else d_apart.get(name)
     return d_weights, d_inputs
 
 

@@ -117,7 +117,8 @@ def experiment_main(
         define(values)
 
     def begin_together(flag_values: dict[str, Any]) -> None:
-        join_processes(experiment.name, flag_values)
+        if not experiment.study:  # it reads its own runs again, in one process
+            join_processes(experiment.name, flag_values)
         if begin is None:
             train_one(experiment, flag_values)
         else:

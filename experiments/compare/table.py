@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,7 +122,9 @@ def read(workdir: Path, metric_name: str | None = None) -> list[Entry]:
         curve = [row[watched][metric.name] for row in rows]
     values, summary = curve[-1], work.summary()
     if summary is None:
-        parameters = loop.describe(config)["recurrent_parameters"]
+        training = dataclasses.replace(config.training, mesh="auto")  # its devices may be elsewhere
+        here = dataclasses.replace(config, training=training)
+        parameters = loop.describe(here)["recurrent_parameters"]
     else:
         parameters = summary["recurrent_parameters"]
         if not training:

@@ -36,6 +36,11 @@ def say(text: str) -> None:
         raise cannot_write(Path("the standard output"), error) from None
 
 
+def note(text: str) -> None:
+    """A line on standard error, beside what a program is asked to print."""
+    tqdm.write(text, file=sys.stderr)
+
+
 class Report:
     """What is told and kept of each evaluation: timing, TensorBoard, the progress.
 

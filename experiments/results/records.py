@@ -253,7 +253,7 @@ def _identity(config: Config, document: Mapping[str, Any]) -> dict[str, Any]:
     told by the digest that the run recorded."""
     identity = config.identity_without_data()
     if identity.get("task.dataset") == "own":
-        identity["task.content"] = document["identity"]["task.content"]
+        identity["task.content"] = document["identity"].get("task.content")
     return identity
 
 

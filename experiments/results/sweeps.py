@@ -48,6 +48,10 @@ def markdown(directory: Path) -> str:
     return tables.of_prose(head, incomplete_rows + complete_rows)
 
 
+# Of whose data the sizes are not known without them; no sweep of the page asks for them.
+_UNKNOWN_SIZES = ("own", "coco", "flickr8k")
+
+
 def _finished(directory: Path) -> dict[_Lane, str]:
     """The file of each finished run of a seed, by what its command means today."""
     experiments = {experiment.name: experiment for experiment in EXPERIMENTS}
@@ -58,10 +62,18 @@ def _finished(directory: Path) -> dict[_Lane, str]:
             if run.finished and results.experiment in experiments:
                 words = [word.removeprefix("--").partition("=") for word in run.command.split()[3:]]
                 flag_values = {name: value for name, _, value in words}
-                for lane in _lanes(path, experiments[results.experiment], flag_values):
+                experiment = experiments[results.experiment]
+                if _dataset(experiment, flag_values) in _UNKNOWN_SIZES:
+                    continue
+                for lane in _lanes(path, experiment, flag_values):
                     if lane[3] in run.seeds and run.rate in (None, lane[4]):
                         files[lane] = path.name
     return files
+
+
+def _dataset(experiment: Experiment, flags: Mapping[str, Any]) -> Any:
+    default = experiment.values(flags.get("protocol", "small")).get("dataset")
+    return flags.get("dataset", default and default.value)
 
 
 def _lanes(path: Path, experiment: Experiment, flags: Mapping[str, Any]) -> list[_Lane]:

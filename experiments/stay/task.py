@@ -18,7 +18,7 @@ import numpy as np
 from flax import linen as nn
 
 from experiments.datasets import measured, stays
-from experiments.records.reporting import say
+from experiments.records.reporting import note
 from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
 from experiments.settings.model import ModelSettings
@@ -297,4 +297,4 @@ def _sample_batch(key: jax.Array, count: int) -> Batch:
 
 @functools.lru_cache(maxsize=2)
 def _read(dataset: str, data_dir: str | None, stay: str) -> measured.Stays:
-    return stays.load(dataset, data_dir, stay, say)
+    return stays.load(dataset, data_dir, stay, note)

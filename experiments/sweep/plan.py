@@ -56,15 +56,20 @@ class Run(NamedTuple):
 
     @property
     def command(self) -> list[str]:
-        """The command line of its process."""
-        texts = [f"--{name}={_text(value)}" for name, value in self.flags.items()]
-        module = f"experiments.{self.experiment.name}"
-        return [sys.executable, "-m", module, *texts, f"--workdir={self.workdir}"]
+        """The command line of its process, which joins no others: a cluster that started the
+        sweep's workers as tasks of one job has set what JAX would take for a group of processes."""
+        return [sys.executable, *self._words, "--distributed=off"]
 
     @property
     def line(self) -> str:
         """The command line for a person."""
-        return shlex.join(["python", *self.command[1:]])
+        return shlex.join(["python", *self._words])
+
+    @property
+    def _words(self) -> list[str]:
+        texts = [f"--{name}={_text(value)}" for name, value in self.flags.items()]
+        module = f"experiments.{self.experiment.name}"
+        return ["-m", module, *texts, f"--workdir={self.workdir}"]
 
     @property
     def row(self) -> dict[str, str]:

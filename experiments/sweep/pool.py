@@ -12,6 +12,7 @@ from experiments.sweep.executors import Executor, Job, log
 from experiments.sweep.plan import Run
 
 _TRIES = 5  # of a run that is killed again and again without another row of metrics
+_REFUSED = 2  # the exit code of a request that cannot be met, such as a workdir in use
 _IN_USE = "is in use by another process."
 _LOOK_SECONDS = 0.2  # between looks at the runs
 
@@ -99,7 +100,9 @@ class _Pool:
             return
         path = log(run)
         lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
-        if lines and lines[-1].endswith(_IN_USE):  # begun between our look and our start
+        # Begun elsewhere between our look and our start; who trains it writes into the same log.
+        was_in_use = bool(lines) and lines[-1].endswith(_IN_USE)
+        if code == _REFUSED and (was_in_use or Workdir(run.workdir).in_use()):
             self.waiting.append(number)
             return
         self._tries[number] = 1 + self._tries[number] * (_rows(run) <= self._rows[number])

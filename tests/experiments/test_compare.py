@@ -72,6 +72,11 @@ def test_the_table(three, tmp_path, capsys):
     assert text in capsys.readouterr().out
 
 
+def test_a_run_that_trains_on_devices_elsewhere_is_shown(tmp_path):
+    run = workdir(tmp_path / "a", steps=9, finished=False, mesh="data:64")
+    assert "0.2500 at step 1" in table.run([run], "mean", tmp_path / "figure.png")
+
+
 def test_the_curves(three, tmp_path, drawn):
     path = tmp_path / "new" / "figure.png"
     table.run(three, "mean", path)

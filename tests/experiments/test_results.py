@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 from absl.flags import Error
 
+from experiments.captioning.settings import CAPTIONING
 from experiments.command import flags
 from experiments.copy.settings import COPY
+from experiments.language_model.settings import LANGUAGE_MODEL
 from experiments.records.workdir import Workdir, append_row
 from experiments.results import __main__ as binary
-from experiments.results import claims, figure, page, records
+from experiments.results import claims, figure, page, records, sweeps
 from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
 from experiments.settings.resolver import resolve
@@ -337,6 +339,15 @@ results = { file = "some", cell = "gru" }
 def verdict(directory, values, claim=CLAIM, **more):
     (directory / "papers.toml").write_text(claim)
     return cells(pages(directory, [one_record(values, **more)], "{claims}"))[2][-1]
+
+
+def test_runs_whose_data_have_no_known_size_are_told():
+    """They are in no sweep of the page, which is made without data."""
+    names = {"hdetach": CAPTIONING, "gato": LANGUAGE_MODEL}
+    datasets = {p: sweeps._dataset(e, {"protocol": p}) for p, e in names.items()}
+    assert datasets == {"hdetach": "coco", "gato": "ptb"}
+    assert sweeps._dataset(LANGUAGE_MODEL, {"dataset": "own"}) in sweeps._UNKNOWN_SIZES
+    assert sweeps._dataset(COPY, {}) is None
 
 
 def test_a_verdict_needs_three_finished_seeds(tmp_path):

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 
 from experiments.settings.errors import UserError
-from experiments.sweep import plan, pool, report
+from experiments.sweep import executors, plan, pool, report
 from experiments.training import loop
 from tests.experiments.support import ROOT, environment
 
@@ -182,6 +182,40 @@ def test_a_run_that_ended_early_is_finished_under_more_steps_too(tmp_path, capsy
     assert pool.train([run], Ended(0)) == 0
     assert "run 1 of 1 is finished" in capsys.readouterr().out
     assert pool.train([run], Ended(2)) == 1
+
+
+@pytest.mark.parametrize(
+    "last_words", ["step 120/500: loss 0.1", "it is in use by another process."]
+)
+def test_a_run_that_another_job_begins_first_is_waited_for(
+    tmp_path, capsys, monkeypatch, last_words
+):
+    """Both jobs write into one log: whose word is the last one says little."""
+    run = plan.read(sweep_file(tmp_path), tmp_path / "runs")[0]
+    begun = []
+
+    class Late:
+        slots = 1
+
+        def start(self, runs):
+            begun.append(runs)
+            if len(begun) == 2:
+                finish(run, 0.5, 0.5)
+            code = {1: 2, 2: 0}[len(begun)]
+            return [mock.Mock(poll=lambda: code)]
+
+    executors.log(run).parent.mkdir(parents=True, exist_ok=True)
+    executors.log(run).write_text(f"{last_words}\n")
+    in_use = iter([False, last_words.startswith("step"), False])
+    monkeypatch.setattr(pool.Workdir, "in_use", lambda _: next(in_use, False))
+    assert pool.train([run], Late()) == 0
+    assert len(begun) == 2 and "failed" not in capsys.readouterr().out
+
+
+def test_a_run_joins_no_other_processes(tmp_path):
+    """A cluster that started the sweep's workers together would have JAX join them."""
+    run = plan.read(sweep_file(tmp_path), tmp_path / "runs")[0]
+    assert run.command[-1] == "--distributed=off" and "distributed" not in run.line
 
 
 @pytest.mark.long

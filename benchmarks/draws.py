@@ -3,8 +3,8 @@
 A row is one cell at one size: our side and every peer's, each in a process of its own, run in
 turn, a round after another, and what is said is the best peer's time over ours, by round. A peer
 that took more than ``HOPELESS`` times as long as another in the first round takes part in no more.
-A row that is below ``LEAST`` is measured again, alone with that peer and with ``AGAIN`` times the
-rounds; what the second measurement says is then the row's.
+A row that is below ``LEAST`` is measured again with ``AGAIN`` times the rounds; what the second
+measurement says is then the row's.
 """
 
 from __future__ import annotations

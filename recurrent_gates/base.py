@@ -213,17 +213,19 @@ class Cell(nn.RNNCellBase):
             checks.params(self, present, in_features)
             if present and checks.ours(self):
                 return {**present}  # Flax would draw them all again, for their shapes
-        shared_key = self.make_rng("params") if self.is_initializing() and has_one_key else None
-
-        def entry(key: jax.Array, name: str) -> Any:
-            return init(key if shared_key is None else shared_key, in_features)[name]
-
         shapes = jax.eval_shape(lambda key: init(key, in_features), jax.random.key(0))
         if not isinstance(shapes, dict):
             raise TypeError(
                 f"{type(self).__name__}.init_params must return a dict of parameters, "
                 f"got {type(shapes).__name__}."
             )
+        is_missing = any(not self.has_variable("params", name) for name in shapes)
+        is_drawn = is_missing and self.is_mutable_collection("params")
+        shared_key = self.make_rng("params") if has_one_key and is_drawn else None
+
+        def entry(key: jax.Array, name: str) -> Any:
+            return init(key if shared_key is None else shared_key, in_features)[name]
+
         return {name: self.param(name, entry, name) for name in shapes}
 
     def __call__(self, carry: Carry, inputs: Any) -> tuple[Carry, Any]:

@@ -450,6 +450,10 @@ class FlaxCell(Cell):
             )
         super().__post_init__()
 
+    @property
+    def _has_one_draw(self) -> bool:
+        return True  # one entry may be made of another
+
     @nn.nowrap
     def _inner(self) -> nn.RNNCellBase:
         return self.module.clone(parent=None)

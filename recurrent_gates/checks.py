@@ -225,7 +225,7 @@ def _shapes_of(cell: Any, width: int | None) -> Any:
     """The shapes of the parameters for inputs of a width, or of the initial carry of no batch."""
     if width is None:
         return jax.eval_shape(lambda: cell.initial(()))
-    return nn.unbox(jax.eval_shape(lambda: cell.init_params(jax.random.key(0), width)))
+    return jax.eval_shape(lambda: nn.unbox(cell.init_params(jax.random.key(0), width)))
 
 
 def _expected(cell: Any, width: int | None) -> Any:

@@ -36,7 +36,7 @@ from recurrent_gates.carry import (
     without_gradient,
 )
 from recurrent_gates.declared import Carry, Params
-from recurrent_gates.shapes import all_varying, expand, is_symbolic, leading_axes
+from recurrent_gates.shapes import all_varying, byte_count, expand, is_symbolic, leading_axes
 
 _LOGGER = logging.getLogger("recurrent_gates")
 
@@ -365,7 +365,7 @@ def _large(loop: Loop, remat_steps: bool) -> int | None:
     A carry is large, a memory for one, where it takes several times what a step reads and hands
     out: then the carries of all steps are most of what would be kept.
     """
-    carry_bytes = _bytes(loop.carry)
+    carry_bytes = byte_count(loop.carry)
     limit = _LARGE_OF_STEPS if remat_steps else _LARGE
     if loop.symbolic or loop.steps * carry_bytes <= limit:
         return None
@@ -375,13 +375,9 @@ def _large(loop: Loop, remat_steps: bool) -> int | None:
         z = cell.project(loop.params, jax.tree.map(lambda x: x[0], xs))
         return z, cell.emit(loop.params, loop.carry, z)
 
-    if carry_bytes <= _LARGER * _bytes(jax.eval_shape(step_values, loop.xs)):
+    if carry_bytes <= _LARGER * byte_count(jax.eval_shape(step_values, loop.xs)):
         return None
     return math.isqrt(loop.steps - 1) + 1
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _backend(name: str | Backend) -> Backend:

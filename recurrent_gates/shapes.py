@@ -15,6 +15,12 @@ def expand(mask: jax.Array, like: jax.Array) -> jax.Array:
     return mask.reshape(mask.shape + (1,) * (like.ndim - mask.ndim))
 
 
+def byte_count(tree: Any) -> int:
+    """The memory of a tree's arrays; plain numbers take none."""
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
+    return sum(array.size * array.dtype.itemsize for array in arrays)
+
+
 def is_symbolic(tree: Any) -> bool:
     """Whether a size of an array of a tree is symbolic, as ``jax.export`` has them: it cannot be
     compared with a number."""

@@ -377,6 +377,37 @@ def test_the_lrus_gamma_is_made_of_nu_in_a_layer_too():
         assert_close(jnp.exp(2 * params["gamma"]), 1 - modulus**2)
 
 
+class Twins(rg.Cell):
+    """One draw in two entries."""
+
+    def init_params(self, key, in_features):
+        draw = jax.random.normal(key, (in_features,))
+        return {"first": draw, "second": -draw}
+
+    def initial(self, batch_shape):
+        return jnp.zeros((*batch_shape, 1))
+
+    def step(self, params, carry, z_t):
+        return carry + (z_t @ (params["first"] + params["second"]))[..., None]
+
+
+@pytest.mark.parametrize("start", ["init", "apply", "again"])
+def test_entries_of_one_draw_agree_in_flax(start):
+    """However a module comes to its parameters; those that are there need no key."""
+    cell, x = Twins(), jnp.ones((2, 3))
+    carry = cell.initial((2,))
+    if start == "init":
+        variables = cell.init(jax.random.key(0), carry, x)
+    else:
+        keys = {"params": jax.random.key(0)}
+        _, variables = cell.apply({}, carry, x, rngs=keys, mutable=["params"])
+    params = variables["params"]
+    assert_identical(params["first"], -params["second"])
+    if start == "again":
+        _, again = cell.apply(variables, carry, x, mutable=["params"])
+        assert_identical(again["params"], params)
+
+
 @pytest.mark.parametrize("name", sorted({*rg.CELLS} - {"exploding"}))
 def test_every_array_of_a_start_can_be_donated(name):
     """No two leaves are one buffer."""
@@ -396,6 +427,9 @@ def test_boxed_initialisers_are_flaxs(name):
     specs = {str(spec) for spec in jax.tree.leaves(nn.get_partition_spec(boxed))}
     assert any("model" in spec for spec in specs)
     assert_identical(layer.apply(boxed, x), layer.apply(nn.unbox(boxed), x))
+    mesh = jax.make_mesh((1, 1), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        assert_close(jax.jit(layer.apply)(boxed, x), layer.apply(nn.unbox(boxed), x), 1e-6)
 
 
 @pytest.mark.parametrize("name", ["lstm", "ur_lstm", "gru", "janet", "rnn", "om_lstm"])

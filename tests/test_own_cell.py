@@ -485,7 +485,16 @@ def test_parameters_may_be_numbers():
         def project(self, params, x):
             return {"h": params["scale"] * (x @ params["W"])}
 
-    cell, xs = Scaled(), array(8, STEPS, BATCH, INPUTS)
-    params = cell.init_params(jax.random.key(0), INPUTS)
-    doubled = {**params, "W": 2 * params["W"]}
-    assert_close(rg.unroll(cell, params, xs), rg.unroll(Leaky(), doubled, xs))
+    class Linear(Scaled):
+        linear = True
+        products = None
+
+        def step(self, params, carry, z_t):
+            return rg.HiddenState(0.9 * carry.h + z_t["h"])
+
+    xs = array(8, STEPS, BATCH, INPUTS)
+    params = Scaled().init_params(jax.random.key(0), INPUTS)
+    doubled = {**params, "W": 2 * params["W"], "scale": 1.0}
+    for cell, backend in ((Scaled(), "fused"), (Linear(), "parallel")):
+        expected = rg.unroll(cell, doubled, xs, backend="scan")
+        assert_close(rg.unroll(cell, params, xs, backend=backend), expected)

@@ -122,9 +122,10 @@ def read(workdir: Path, metric_name: str | None = None) -> list[Entry]:
         curve = [row[watched][metric.name] for row in rows]
     values, summary = curve[-1], work.summary()
     if summary is None:
-        training = dataclasses.replace(config.training, mesh="auto")  # its devices may be elsewhere
-        here = dataclasses.replace(config, training=training)
-        parameters = loop.describe(here)["recurrent_parameters"]
+        # Its devices may be elsewhere.
+        any_mesh = dataclasses.replace(config.training, mesh="auto")
+        description = loop.describe(dataclasses.replace(config, training=any_mesh))
+        parameters = description["recurrent_parameters"]
     else:
         parameters = summary["recurrent_parameters"]
         if not training:

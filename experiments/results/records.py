@@ -249,10 +249,10 @@ def record(entry: table.Entry) -> Record:
 
 
 def _identity(config: Config, document: Mapping[str, Any]) -> dict[str, Any]:
-    """What changes the mathematics of a run; the user's own text, which nothing else names, is
-    told by the digest that the run recorded."""
+    """What changes the mathematics of a run; a text that nothing else names, the user's own or
+    Python's of some version, is told by the digest that the run recorded."""
     identity = config.identity_without_data()
-    if identity.get("task.dataset") == "own":
+    if identity.get("task.dataset") in ("own", "topics"):
         identity["task.content"] = document["identity"].get("task.content")
     return identity
 

@@ -66,6 +66,7 @@ from recurrent_gates.declared import (
 )
 from recurrent_gates.gato import GATO
 from recurrent_gates.scan import Loop, Segment, Stream, mark_residuals, with_zeros
+from recurrent_gates.shapes import byte_count
 
 # Of a train step's temporary memory. glibc returns an allocation above this to the system, so that
 # each call touches fresh pages: 14,000 of them, 15 ms, at (64, 64, 64, 256). Below it none are.
@@ -113,16 +114,16 @@ def chunk(loop: Loop) -> int | None:
     z = jax.eval_shape(cell.project, loop.params, loop.xs)
     if two_layer.serves(loop):
         z = declared(cell).inputs(z)  # what increments read is never formed
-    z_bytes = _bytes(z)
+    z_bytes = byte_count(z)
     # Alive at the backward pass: projections, pre-activations and their cotangents; the carries
     # twice. Increments of sums have hidden units of their own.
-    carry_bytes = steps * _bytes(loop.carry)
+    carry_bytes = steps * byte_count(loop.carry)
     live_bytes = (6 if cell.sums else 3) * z_bytes + 2 * carry_bytes
-    if cpu and (live_bytes <= _REUSED_BYTES or z_bytes <= _FEW_CHUNKS * _bytes(weights)):
+    if cpu and (live_bytes <= _REUSED_BYTES or z_bytes <= _FEW_CHUNKS * byte_count(weights)):
         return None
     if cpu and not cell.sums and _is_wide(loop) and z_bytes + carry_bytes <= _REUSED_BYTES:
         return None
-    budget = max(_CACHE_BYTES, 2 * _bytes(weights)) if cpu else _CHUNK_BYTES
+    budget = max(_CACHE_BYTES, 2 * byte_count(weights)) if cpu else _CHUNK_BYTES
     limit = max(2, steps * budget // max(z_bytes, 1))
     if limit >= steps:
         return None
@@ -133,10 +134,6 @@ def chunk(loop: Loop) -> int | None:
 def _is_wide(loop: Loop) -> bool:
     features = (leaf.shape[len(loop.lead) :] for leaf in jax.tree.leaves(loop.xs))
     return max(map(math.prod, features)) >= _WIDE_INPUTS
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def segment(loop: Loop) -> Segment:

@@ -30,7 +30,7 @@ from recurrent_gates.backends.shared.rows import projected
 from recurrent_gates.carry import CarryFn, Detach, Zoneout, get_field
 from recurrent_gates.declared import Carry, is_inexact, outdated, redefined
 from recurrent_gates.scan import Loop, Segment, Stream, mark_residuals, with_zeros
-from recurrent_gates.shapes import expand
+from recurrent_gates.shapes import byte_count, expand
 
 Vector = tuple[jax.Array, ...]
 """A value for each field."""
@@ -77,17 +77,13 @@ def chunk(loop: Loop) -> int | None:
     if target.platform() != "cpu" or not loop.steps:
         return None
     z = jax.eval_shape(loop.settings.cell.project, loop.params, loop.xs)
-    coefficients = loop.steps * (1 + len(jax.tree.leaves(loop.carry))) * _bytes(loop.carry)
-    budget = max(_CHUNK_BYTES, _PARAM_CHUNKS * _bytes(loop.params))
-    limit = max(_LEAST, loop.steps * budget // max(_bytes(z), coefficients, 1))
+    coefficients = loop.steps * (1 + len(jax.tree.leaves(loop.carry))) * byte_count(loop.carry)
+    budget = max(_CHUNK_BYTES, _PARAM_CHUNKS * byte_count(loop.params))
+    limit = max(_LEAST, loop.steps * budget // max(byte_count(z), coefficients, 1))
     if limit >= loop.steps:
         return None
     # Without a rest, if that costs little: a rest is a second program to compile.
     return next((n for n in range(limit, limit // 2, -1) if loop.steps % n == 0), limit)
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def segment(loop: Loop) -> Segment:

@@ -150,7 +150,7 @@ def test_a_draw_that_was_stopped_goes_on(monkeypatch, tmp_path, capsys):
     assert "repeats differs" in run("--resume", "--repeats=3")
 
 
-def test_a_row_below_is_measured_again_alone(monkeypatch, tmp_path, capsys):
+def test_a_row_below_is_measured_again(monkeypatch, tmp_path, capsys):
     made = []
     missing = {name: f"{name} is not installed" for name in peers.PEERS if name != "flax"}
     del missing["torch"]

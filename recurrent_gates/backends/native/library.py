@@ -201,7 +201,8 @@ def _output(command: list[str]) -> str:
             try:
                 output, errors = process.communicate(timeout=_SECONDS)
             except BaseException:
-                os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(OSError):  # it may have ended
+                    os.killpg(process.pid, signal.SIGKILL)
                 raise
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UnavailableError(f"the C++ compiler cannot be run: {error}.") from None

@@ -48,9 +48,9 @@ def unsupported(loop: Loop) -> str | None:
     """Why this backend does not serve a loop, in one sentence; None if it does."""
     name = type(loop.settings.cell).__name__
     if not loop.settings.cell.linear:
-        reason = f"{name} does not say that its step is linear in the carry"
         own_gates = redefined(loop.settings.cell, "gates", "linear")
-        return f"{reason}, of which its own gates may read." if own_gates else f"{reason}."
+        addition = ", of which its own gates may read" if own_gates else ""
+        return f"{name} does not say that its step is linear in the carry{addition}."
     reason = outdated(loop.settings.cell, "linear")
     if reason is not None:
         return reason

@@ -410,8 +410,20 @@ def test_entries_of_one_draw_agree_in_flax(start):
 
 @pytest.mark.parametrize(
     "name",
-    ["ur_lstm", "gru", "gru_d", "rnn", "gato", "ur_gato", "mingru", "rg_lru", "lru", "slstm"]
-    + ["rmc", "dnc", "rma"],
+    [
+        "ur_lstm",
+        "gru",
+        "gru_d",
+        "rnn",
+        "ur_gato",
+        "mingru",
+        "rg_lru",
+        "lru",
+        "slstm",
+        "rmc",
+        "dnc",
+        "rma",
+    ],
 )
 def test_every_array_of_a_start_can_be_donated(name):
     """No two leaves are one buffer."""

@@ -103,18 +103,23 @@ def add(
     flags.DEFINE(parser, name, None, meaning, values, None)
 
 
+def add_setting(values: FlagValues, setting: Setting) -> None:
+    """Defines the flag of a setting."""
+    add(
+        values,
+        setting.flag,
+        setting.meaning,
+        setting.kind,
+        several=setting.several,
+        choices=setting.choices,
+    )
+
+
 def define_experiment(experiment: Experiment, values: FlagValues) -> None:
     """Defines a flag for every setting, and those of a run. One that is not given leaves the
     protocol's value."""
     for name, setting in experiment.declarations().items():
-        add(
-            values,
-            setting.flag,
-            setting.meaning,
-            setting.kind,
-            several=setting.several,
-            choices=setting.choices,
-        )
+        add_setting(values, setting)
         if setting.singular:
             add(values, setting.singular, f"one of --{name}", setting.kind)
     protocols = tuple(experiment.protocols)

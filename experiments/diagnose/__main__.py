@@ -28,14 +28,7 @@ def define(values: FlagValues) -> None:
     from experiments.command import flags
 
     for setting in fields.declared(FreshParameters).values():
-        flags.add(
-            values,
-            setting.flag,
-            setting.meaning,
-            setting.kind,
-            several=setting.several,
-            choices=setting.choices,
-        )
+        flags.add_setting(values, setting)
     meaning = "a finished run of a task with examples (copy, pixels, stay...), instead of --cell"
     flags.add(values, "workdir", meaning)
     figure = "the cell's figures, or the refine gate's; default: cell"

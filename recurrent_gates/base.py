@@ -37,7 +37,7 @@ from recurrent_gates.declared import (
     state_dtype,
 )
 from recurrent_gates.gates import Gate
-from recurrent_gates.initializers import Initializer, orthogonal
+from recurrent_gates.initializers import Initializer, add_offsets, orthogonal
 from recurrent_gates.shapes import in_features, lead
 
 Activation = Callable[[jax.Array], jax.Array]
@@ -432,8 +432,8 @@ class SlotCell(Cell):
                 s: self.bias_init(next(keys), (slots[s],), dtype) for s in bias_slots
             }
         if gate is not None:
-            for s, offset in gate.slot_bias(next(keys), self.features, dtype).items():
-                params["bias"][s] = params["bias"][s] + offset
+            offsets = gate.slot_bias(next(keys), self.features, dtype)
+            params["bias"] = add_offsets(params["bias"], offsets)
             gate_params = gate.init(next(keys), self.features, dtype)
             if gate_params:
                 params["gate"] = gate_params
@@ -446,7 +446,9 @@ class SlotCell(Cell):
         if heads == 1:
             return init(key, (self.features, width), dtype)
         block = self.features // heads, width // heads
-        return jnp.stack([init(k, block, dtype) for k in jax.random.split(key, heads)])
+        blocks = [init(k, block, dtype) for k in jax.random.split(key, heads)]
+        stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *blocks)
+        return nn.meta.add_axis(stacked, 0, {nn.PARTITION_NAME: None})  # of boxes, if they are any
 
     @nn.nowrap
     def project(self, params: Params, x: jax.Array) -> dict[str, jax.Array]:

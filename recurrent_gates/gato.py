@@ -32,7 +32,7 @@ from recurrent_gates.declared import (
     state_dtype,
 )
 from recurrent_gates.gates import Gate
-from recurrent_gates.initializers import Initializer, symmetric_uniform
+from recurrent_gates.initializers import Initializer, add_offsets, symmetric_uniform
 from recurrent_gates.shapes import lead
 
 
@@ -179,9 +179,8 @@ class GatedDecay(SlotMap):
             return super().init(key, in_features, cell)
         key, start_key, own_key = jax.random.split(key, 3)
         params, dtype = super().init(key, in_features, cell), cell.param_dtype
-        for s, offset in self.gate.slot_bias(start_key, cell.units, dtype).items():
-            if s in params["bias"]:
-                params["bias"][s] = params["bias"][s] + offset
+        offsets = self.gate.slot_bias(start_key, cell.units, dtype)
+        params["bias"] = add_offsets(params["bias"], offsets)
         gate_params = self.gate.init(own_key, cell.units, dtype)
         return {**params, "gate": gate_params} if gate_params else params
 

@@ -22,7 +22,7 @@ from recurrent_gates import checks
 from recurrent_gates.base import Activation, Cell, HiddenState, linear_project
 from recurrent_gates.declared import Params, Slots, redefined, state_dtype
 from recurrent_gates.gates import Gate
-from recurrent_gates.initializers import Initializer
+from recurrent_gates.initializers import Initializer, add_offsets
 from recurrent_gates.shapes import lead
 
 _LECUN = nn.initializers.lecun_normal()
@@ -83,8 +83,8 @@ class _InputGated(Cell):
             },
             "bias": {s: self.bias_init(next(keys), (w,), dtype) for s, w in slots.items()},
         }
-        for s, offset in self._gate.slot_bias(next(keys), self.features, dtype).items():
-            params["bias"][s] = params["bias"][s] + offset
+        offsets = self._gate.slot_bias(next(keys), self.features, dtype)
+        params["bias"] = add_offsets(params["bias"], offsets)
         gate_params = self._gate.init(next(keys), self.features, dtype)
         return {**params, "gate": gate_params} if gate_params else params
 

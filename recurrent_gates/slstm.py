@@ -19,6 +19,7 @@ from recurrent_gates import checks, mixing
 from recurrent_gates.base import SlotCell, dense
 from recurrent_gates.carry import CarryFn, Noise, Zoneout
 from recurrent_gates.declared import Params, Product, Slots
+from recurrent_gates.initializers import add_offsets
 
 _NOTHING = -1e30  # log of no weight at all, but finite: masks and means of carries stay so
 
@@ -129,8 +130,8 @@ class SLSTM(SlotCell):
     @nn.nowrap
     def init_params(self, key: jax.Array, in_features: int) -> dict[str, Any]:
         params = super().init_params(key, in_features)
-        start = params["bias"]["f"] + jnp.asarray(self.forget_bias, self.param_dtype)
-        return {**params, "bias": {**params["bias"], "f": start}}
+        offsets = {"f": jnp.asarray(self.forget_bias, self.param_dtype)}
+        return {**params, "bias": add_offsets(params["bias"], offsets)}
 
     @nn.nowrap
     def initial(self, batch_shape: Sequence[int]) -> SLSTMState:

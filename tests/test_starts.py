@@ -77,6 +77,36 @@ def test_every_array_of_a_start_can_be_donated(name):
         assert len({leaf.unsafe_buffer_pointer() for leaf in leaves}) == len(leaves)
 
 
+def _partitioned(*names):
+    return nn.with_partitioning(nn.initializers.normal(), names)
+
+
+@pytest.mark.parametrize("name", ["lstm", "ur_gru", "slstm", "ur_mingru", "ur_gato"])
+def test_boxed_biases_get_their_offsets_inside_the_box(name):
+    """The draw plus the offset, and the box's axis names as they were."""
+    key = jax.random.key(0)
+    boxed, plain = (
+        rg.CELLS[name](8, bias_init=init).init_params(key, 3)
+        for init in (_partitioned("model"), nn.initializers.normal())
+    )
+    leaves = jax.tree.leaves(boxed, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
+    assert {leaf.names for leaf in leaves if isinstance(leaf, nn.Partitioned)} == {("model",)}
+    assert_identical(nn.unbox(boxed), plain)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "slstm"])
+def test_boxed_heads_have_an_axis_more(name):
+    """Blocks are stacked along an axis that is not cut."""
+    key = jax.random.key(0)
+    boxed, plain = (
+        rg.CELLS[name](8, heads=2, recurrent_kernel_init=init).init_params(key, 3)
+        for init in (_partitioned("data", "model"), nn.initializers.normal())
+    )
+    boxes = boxed["recurrent_kernel"].values()
+    assert {box.names for box in boxes} == {(None, "data", "model")}
+    assert_identical(nn.unbox(boxed), plain)
+
+
 @pytest.mark.parametrize("name", ["lstm", "ur_gru", "mingru"])
 def test_boxed_initialisers_are_flaxs(name):
     """Partitioned parameters, as a mesh of devices needs them: the layer runs on both forms."""

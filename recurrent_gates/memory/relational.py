@@ -24,6 +24,7 @@ from recurrent_gates.declared import (
     inputs_dtype,
     state_dtype,
 )
+from recurrent_gates.initializers import add_offsets
 from recurrent_gates.memory.core import MemoryCell, linear, rows_product
 from recurrent_gates.shapes import lead
 
@@ -180,8 +181,8 @@ class RMC(MemoryCell):
         for role in ("bias", "recurrent_bias")[: self.bias_vectors]:
             params[role] = {s: self.bias_init(next(keys), (w,), dtype) for s, w in slots.items()}
         features = width if self.gate_style == "unit" else 1
-        for s, offset in self.gate.slot_bias(next(keys), features, dtype).items():
-            params["bias"][s] = params["bias"][s] + offset
+        offsets = self.gate.slot_bias(next(keys), features, dtype)
+        params["bias"] = add_offsets(params["bias"], offsets)
         gate_params = self.gate.init(next(keys), features, dtype)
         return {**params, "gate": gate_params} if gate_params else params
 

@@ -12,7 +12,7 @@ sequential, ``emit`` what is read from the carry that was kept.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +37,7 @@ from recurrent_gates.declared import (
     state_dtype,
 )
 from recurrent_gates.gates import Gate
-from recurrent_gates.initializers import Initializer, add_offsets, orthogonal
+from recurrent_gates.initializers import Initializer, orthogonal
 from recurrent_gates.shapes import in_features, lead
 
 Activation = Callable[[jax.Array], jax.Array]
@@ -482,3 +482,13 @@ class SlotCell(Cell):
 
 def _kernels(params: Params) -> Slots:
     return params["recurrent_kernel"]
+
+
+def add_offsets(biases: Mapping[str, Any], offsets: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """Biases by slot, each with its offset if it has one; a Flax box (Partitioned) stays a box."""
+    return {
+        slot: jax.tree.map(functools.partial(jnp.add, offsets[slot]), bias)
+        if slot in offsets
+        else bias
+        for slot, bias in biases.items()
+    }

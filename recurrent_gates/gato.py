@@ -18,7 +18,7 @@ from flax import linen as nn
 from jax import export
 
 from recurrent_gates import checks, pointwise
-from recurrent_gates.base import Activation, Cell, linear_project
+from recurrent_gates.base import Activation, Cell, add_offsets, linear_project
 from recurrent_gates.declared import (
     Params,
     Product,
@@ -32,7 +32,7 @@ from recurrent_gates.declared import (
     state_dtype,
 )
 from recurrent_gates.gates import Gate
-from recurrent_gates.initializers import Initializer, add_offsets, symmetric_uniform
+from recurrent_gates.initializers import Initializer, symmetric_uniform
 from recurrent_gates.shapes import lead
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -212,13 +212,3 @@ def torch_embedding(key: jax.Array, shape: Sequence[int], dtype: Any = jnp.float
       The array.
     """
     return jax.random.normal(key, tuple(shape), dtype)
-
-
-def add_offsets(biases: Mapping[str, Any], offsets: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """Biases by slot, each with its offset if it has one; a Flax box (Partitioned) stays a box."""
-    return {
-        slot: jax.tree.map(functools.partial(jnp.add, offsets[slot]), bias)
-        if slot in offsets
-        else bias
-        for slot, bias in biases.items()
-    }

@@ -19,10 +19,10 @@ from flax import linen as nn
 from jax import export
 
 from recurrent_gates import checks
-from recurrent_gates.base import Activation, Cell, HiddenState, linear_project
+from recurrent_gates.base import Activation, Cell, HiddenState, add_offsets, linear_project
 from recurrent_gates.declared import Params, Slots, redefined, state_dtype
 from recurrent_gates.gates import Gate
-from recurrent_gates.initializers import Initializer, add_offsets
+from recurrent_gates.initializers import Initializer
 from recurrent_gates.shapes import lead
 
 _LECUN = nn.initializers.lecun_normal()

@@ -16,10 +16,9 @@ from flax import linen as nn
 from jax import export
 
 from recurrent_gates import checks, mixing
-from recurrent_gates.base import SlotCell, dense
+from recurrent_gates.base import SlotCell, add_offsets, dense
 from recurrent_gates.carry import CarryFn, Noise, Zoneout
 from recurrent_gates.declared import Params, Product, Slots
-from recurrent_gates.initializers import add_offsets
 
 _NOTHING = -1e30  # log of no weight at all, but finite: masks and means of carries stay so
 

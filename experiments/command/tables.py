@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from experiments.records.workdir import holds_run
 from experiments.settings.errors import UserError
+
+_PARTIAL = re.compile(r"(\.\d+)?\.partial$")
 
 
 def write(path: Path, content: str) -> None:
@@ -17,7 +20,7 @@ def write(path: Path, content: str) -> None:
     Raises:
       UserError: if it cannot be written.
     """
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # another's is not touched
     make(path.parent)
     try:
         partial.write_text(content)
@@ -43,7 +46,7 @@ def claim(directory: Path, reports: Collection[str]) -> None:
     except OSError as error:
         raise UserError(f"{directory} cannot be read: {error.strerror}.") from None
     for entry in entries:
-        name = entry.name.removesuffix(".partial")  # a kill can leave a report half-written
+        name = _PARTIAL.sub("", entry.name)  # a kill can leave a report half-written
         if not holds_run(entry) and not any(Path(name).match(report) for report in reports):
             raise UserError(
                 f"{directory} holds {entry.name}, which is no run of this kind; choose an empty "

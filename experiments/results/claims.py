@@ -158,13 +158,15 @@ def _counts(claims: Sequence[Claim]) -> str:
     return ", ".join(f"{counts[verdict]} {words}" for verdict, words in phrases if counts[verdict])
 
 
-def _unsettled(row: _Row) -> list[str]:
+def unsettled(row: _Row) -> list[str]:
     """Why its runs leave a claim undecided."""
     reasons = []
     if len(set(row.seeds)) < ENOUGH:
         reasons.append(f"n = {row.n}")
     if not row.finished:
         reasons.append(f"unfinished at step {row.steps[-1]:,}")
+    elif len(row.steps) > 1:
+        reasons.append(f"budgets of {row.steps[0]:,} to {row.steps[-1]:,} steps")
     return reasons
 
 
@@ -176,7 +178,7 @@ def _selected(
         results, row = select(file, flags)
     except UserError as error:
         raise UserError(f"{_place(claim)} cites what is not there. {error}") from None
-    reasons = _unsettled(row)
+    reasons = unsettled(row)
     if reasons and claim.verdict in SETTLED:
         words = " ".join([file, *(f"{name}={value}" for name, value in flags.items())])
         raise UserError(

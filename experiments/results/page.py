@@ -19,6 +19,7 @@ braces is a table:
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import tomllib
@@ -37,6 +38,8 @@ from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
 
 _TABLE = re.compile(r"^\{(.*)\}$", re.MULTILINE)
+_REVISION = re.compile(r"[0-9a-f]{7,40}")
+_CITATION = re.compile(r"\{([^{}]*)\}")
 _NUMBER = re.compile(r"(\d+\.?\d*(?:e-?\d+)?)")
 _NOTE = "<!-- Made by `python -m experiments.results` from docs/results: change it there. -->"
 
@@ -180,16 +183,16 @@ def _table(directory: Path, section: Path, words: Sequence[str]) -> str:
 
 
 def _claims(directory: Path) -> str:
-    def select(name: str, selection: Mapping[str, Any]) -> tuple[Results, Row]:
-        results = read(directory / f"{name}.json")
-        matches = rows(results, selection)
-        if len(matches) != 1:
-            raise UserError(
-                f"papers.toml: {name}.json has {len(matches)} rows with {dict(selection)}, not one."
-            )
-        return results, matches[0]
-
+    select = functools.partial(_selected, directory)
     return claims.markdown(claims.read(directory / "papers.toml"), select)
+
+
+def _selected(directory: Path, name: str, selection: Mapping[str, Any]) -> tuple[Results, Row]:
+    results = read(directory / f"{name}.json")
+    matches = rows(results, selection)
+    if len(matches) != 1:
+        raise UserError(f"{name}.json has {len(matches)} rows with {dict(selection)}, not one.")
+    return results, matches[0]
 
 
 def _runs(directory: Path, name: str, *words: str) -> str:
@@ -215,6 +218,10 @@ def _runs(directory: Path, name: str, *words: str) -> str:
         f"{direction} is better; {metric.baseline_name} {metric.baseline:.4g}; each run's command, "
         f"device and revision: [results/{name}.json](results/{name}.json)"
     )
+    shown_runs = [run for row in _matching_rows(name, results, words) for run in row.runs]
+    unrecorded = sum(not _REVISION.fullmatch(run.revision or "") for run in shown_runs)
+    if unrecorded:
+        source += f" ({unrecorded} of {len(shown_runs)} without a clean revision)"
     return f"{tables.markdown(head, body)}\n\n{source[0].upper()}{source[1:]}."
 
 
@@ -257,9 +264,17 @@ def _numbers(directory: Path, name: str) -> str:
     for file in ("papers.toml", "measurements.toml"):
         table = tomllib.loads((directory / file).read_text()).get("table", {}).get(name)
         if table is not None:
-            body = tables.markdown(table["head"], [list(map(str, row)) for row in table["rows"]])
-            return f"{body}\n\n{table['source']}"
+            cite = functools.partial(_cited, directory)
+            body = [[_CITATION.sub(cite, str(cell)) for cell in row] for row in table["rows"]]
+            return f"{tables.markdown(table['head'], body)}\n\n{table['source']}"
     raise UserError(f"{directory}: neither papers.toml nor measurements.toml has a table {name}.")
+
+
+def _cited(directory: Path, match: re.Match[str]) -> str:
+    """``{file flag=value ...}`` as the scores of that row."""
+    name, *words = match[1].split() or [""]
+    results, row = _selected(directory, name, dict(word.partition("=")[::2] for word in words))
+    return row.statistics(results.metric)
 
 
 def _matching_rows(name: str, results: Results, words: Sequence[str]) -> list[Row]:
@@ -273,15 +288,18 @@ def _matching_rows(name: str, results: Results, words: Sequence[str]) -> list[Ro
 def rows(results: Results, selection: Mapping[str, Any]) -> list[Row]:
     """A row for each setting with the selected values, by label; its numbers go by their size.
 
+    Of several learning rates the best one stands for all if the scores that it is chosen by are not
+    those that are reported; otherwise each has a row.
+
     Args:
       results: of one file.
-      selection: flags and their values, ``"none"`` for one that was not given.
+      selection: flags and their values, ``"none"`` for one that was not given; or ``rate``.
     """
     matches = [
         run
         for run in results.runs
         if all(
-            _value_text(run.settings.get(name, "none")) == _value_text(value)
+            _value_text({"rate": run.rate, **run.settings}.get(name, "none")) == _value_text(value)
             for name, value in selection.items()
         )
     ]
@@ -290,7 +308,7 @@ def rows(results: Results, selection: Mapping[str, Any]) -> list[Row]:
         key = (run.identity, *sorted((n, _value_text(value)) for n, value in run.settings.items()))
         groups.setdefault(key, {}).setdefault(run.rate, []).append(run)
     differing = _differing([next(iter(rates.values()))[0] for rates in groups.values()])
-    table_rows = [_row(rates, differing, results) for rates in groups.values()]
+    table_rows = [row for rates in groups.values() for row in _rows(rates, differing, results)]
     return sorted(table_rows, key=lambda row: _by_size(row.label))
 
 
@@ -307,30 +325,39 @@ def _differing(runs: Sequence[Record]) -> list[str]:
     ]
 
 
-def _row(
+def _rows(
     rates: Mapping[float | None, list[Record]], differing: Sequence[str], results: Results
-) -> Row:
+) -> list[Row]:
+    """The row of the best rate, or one of each where no other scores tell which is best."""
+    runs = [run for rate_runs in rates.values() for run in rate_runs]
+    if len(rates) == 1:
+        return [_row(runs, differing)]
+    if any(run.watched in (None, run.values) for run in runs):
+        return [_row(rates[rate], differing, f"rate={rate:g}") for rate in rates]
     sign = 1 if results.metric.higher_is_better else -1
 
-    def score(runs: Sequence[Record]) -> float:
-        scores = [value for run in runs for value in run.watched or run.values]
+    def score(rate: float | None) -> tuple[int, float]:
+        """A rate with fewer seeds is not chosen: the missing ones may have failed."""
+        seeds = [seed for run in rates[rate] for seed in run.seeds]
+        scores = [value for run in rates[rate] for value in run.watched or ()]
         signed_scores = [-np.inf if value is None else sign * value for value in scores]
-        return float(
-            np.average(signed_scores, weights=_weights([s for run in runs for s in run.seeds]))
-        )
+        return len(set(seeds)), float(np.average(signed_scores, weights=_weights(seeds)))
 
-    rate = max(rates, key=lambda candidate: score(rates[candidate]))
-    settings = rates[rate][0].settings
+    best = max(rates, key=score)
+    return [_row(rates[best], differing, f"rate={best:g} of {len(rates)}")]
+
+
+def _row(runs: Sequence[Record], differing: Sequence[str], rate: str = "") -> Row:
+    settings = runs[0].settings
     words = [
         _value_text(settings[n]) if n == "cell" else f"{n}={_value_text(settings[n])}"
         for n in differing
         if n in settings
     ]
-    words += [f"rate={rate:g} of {len(rates)}"] if len(rates) > 1 else []
-    finished_seeds = {seed for run in rates[rate] if run.finished for seed in run.seeds}
+    finished_seeds = {seed for run in runs if run.finished for seed in run.seeds}
     # An unfinished run of a seed that another revision has finished says nothing more.
-    runs = [run for run in rates[rate] if run.finished or not finished_seeds.issuperset(run.seeds)]
-    return Row(" ".join(words), tuple(runs))
+    told = [run for run in runs if run.finished or not finished_seeds.issuperset(run.seeds)]
+    return Row(" ".join([*words, rate]).strip(), tuple(told))
 
 
 def _value_text(value: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +13,10 @@ import numpy as np
 
 from experiments.command import tables
 from experiments.compare import table
+from experiments.copy.settings import CopySettings
 from experiments.records.reporting import say
 from experiments.records.workdir import Workdir
-from experiments.settings.config import Config
+from experiments.settings.config import Config, digest
 from experiments.settings.errors import UserError
 from experiments.settings.fields import shown_value
 from experiments.settings.metrics import Metric
@@ -42,6 +42,7 @@ class Record:
       command: that makes it.
       device: that it was made on.
       revision: of this repository at its start, as ``git describe`` says; None: not recorded.
+      continued: the commit and the device of each later start that differed from the one before.
       identity: digest of all settings in effect but for those left out of ``settings``; None: not
         recorded.
       rate: its learning rate; None: that of the protocol.
@@ -61,6 +62,7 @@ class Record:
     command: str
     device: str
     revision: str | None = None
+    continued: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     identity: str | None = None
     rate: float | None = None
     watched: list[float | None] | None = None
@@ -128,7 +130,7 @@ def _order(run: Record) -> tuple[Any, ...]:
 
 
 def _lines(record: Mapping[str, Any]) -> str:
-    fields = {name: value for name, value in record.items() if value not in (None, {}, "")}
+    fields = {name: value for name, value in record.items() if value not in (None, [], {}, "")}
     return " {\n" + ",\n".join(f'  "{n}": {_json(value)}' for n, value in fields.items()) + "\n }"
 
 
@@ -239,7 +241,11 @@ def record(entry: table.Entry) -> Record:
         command=command(config.task.name, config.protocol, config.overrides),
         device=document["device"],
         revision=document.get("commit"),
-        identity=row_digest(_identity(config, document)),
+        continued=[
+            {name: origin.get(name) for name in ("commit", "device")}
+            for origin in document.get("continued", [])
+        ],
+        identity=row_digest(_identity(config, document), config.task),
         rate=entry.rate,
         watched=_watched(entry, summary, lanes),
         curve=_thin(entry),
@@ -305,7 +311,7 @@ def _transferred(entry: Mapping[str, Any], delay: int, values: list[float | None
         command=command("transfer_copy", run["protocol"], overrides),  # trains and evaluates
         device=run["device"],
         revision=run["commit"],
-        identity=row_digest({**run["identity"], "delay": delay}),
+        identity=row_digest({**run["identity"], "delay": delay}, CopySettings),
         rate=lanes[0][1],
     )
 
@@ -329,11 +335,16 @@ def command(name: str, protocol: str, overrides: Mapping[str, Any]) -> str:
     return " ".join(["python", "-m", f"experiments.{name}", f"--protocol={protocol}", *flags])
 
 
-def row_digest(identity: Mapping[str, Any]) -> str:
-    """8 hexadecimal digits of what changes the mathematics of a run but for its seeds and rates."""
+def row_digest(identity: Mapping[str, Any], task: Any) -> str:
+    """8 hexadecimal digits of what changes the mathematics of a run but for its seeds and rates.
+
+    Args:
+      identity: ``{"part.name": value}``.
+      task: the task's settings or their class.
+    """
     excluded_names = ("training.seed", "training.seeds", "training.learning_rates")
     settings = {name: value for name, value in identity.items() if name not in excluded_names}
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    return digest(settings, task)
 
 
 def _flag(value: Any) -> str:
@@ -356,7 +367,8 @@ def _rounded(value: float | None) -> float | None:
 def _watched(
     entry: table.Entry, summary: Mapping[str, Any], lanes: slice
 ) -> list[float | None] | None:
-    """The scores that a rate may be chosen by: never those of a test set."""
+    """The scores that a rate may be chosen by: never those of a test set. A task of fresh sequences
+    has no other set than the one that is reported; there they are the values themselves."""
     if entry.config.training.reports_best and summary.get("scored_on") == entry.watched:
         return [_rounded(value) for value in entry.values]
     if best := summary.get(entry.watched, {}).get(entry.metric.name):

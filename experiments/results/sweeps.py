@@ -83,7 +83,7 @@ def _lanes(path: Path, experiment: Experiment, flags: Mapping[str, Any]) -> list
         config = plan.configured(experiment, flag_values)
     except (UserError, Error) as error:
         raise UserError(f"{path}: {dict(flags)}: {error}") from None
-    digest = row_digest(config.identity_without_data())
+    digest = row_digest(config.identity_without_data(), config.task)
     steps = config.training.steps
     return [(experiment.name, digest, steps, seed, rate) for seed, rate in config.training.lanes]
 

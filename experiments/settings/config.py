@@ -15,7 +15,7 @@ from experiments.settings.model import CarrySettings, ModelSettings
 from experiments.settings.optimization import TrainingSettings
 
 _NO_MATHEMATICS = ("model.backend", "task.data_dir", "training.mesh")
-# Than runs whose default directories should be found again.
+# Than runs whose directories and results should be found again.
 _NEWER = (
     "training.ties",
     "training.on_divergence",
@@ -96,16 +96,8 @@ class Config:
         return {name: value for name, value in flat.items() if name not in excluded_names}
 
     def hash(self) -> str:
-        """8 hexadecimal digits of the identity: the same as before a newer setting existed, where
-        that has its default."""
-        defaults, identity = identity_defaults(self.task), self.identity()
-        older_settings = {
-            name: value
-            for name, value in identity.items()
-            if name not in _NEWER or value != defaults.get(name)
-        }
-        text = json.dumps(older_settings, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:8]
+        """8 hexadecimal digits of the identity: its ``digest``."""
+        return digest(self.identity(), self.task)
 
     def check(self) -> None:
         """Raises ``UserError`` on the first setting that cannot be."""
@@ -186,6 +178,23 @@ class Config:
                     f"--{flag}: the state of {self.model.cell} has no field {field!r}, "
                     f"it has {' and '.join(fields)}."
                 )
+
+
+def digest(identity: Mapping[str, Any], task: Any) -> str:
+    """8 hexadecimal digits: the same as before a newer setting existed, where that has its default.
+
+    Args:
+      identity: ``{"part.name": value}``.
+      task: the task's settings or their class.
+    """
+    defaults = identity_defaults(task)
+    older_settings = {
+        name: value
+        for name, value in identity.items()
+        if name not in _NEWER or value != defaults.get(name)
+    }
+    text = json.dumps(older_settings, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def identity_defaults(task: Any) -> dict[str, Any]:

@@ -17,14 +17,13 @@ from flax import linen as nn
 from jax import export
 
 from recurrent_gates import checks
-from recurrent_gates.base import linear_project
+from recurrent_gates.base import add_offsets, linear_project
 from recurrent_gates.declared import (
     Params,
     Slots,
     inputs_dtype,
     state_dtype,
 )
-from recurrent_gates.initializers import add_offsets
 from recurrent_gates.memory.core import MemoryCell, linear, rows_product
 from recurrent_gates.shapes import lead
 

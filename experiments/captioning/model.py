@@ -22,7 +22,7 @@ from experiments.captioning.attention import (
     field_of_state,
 )
 from experiments.machine.mesh import Rows
-from experiments.training.models import EVALUATION, Pass, TokenEncoder, recurred, wide
+from experiments.training.models import EVALUATION, Decoder, Pass, TokenEncoder, recurred, wide
 from recurrent_gates import RNN, Cell, SLSTMState, Stack, unroll
 from recurrent_gates.initializers import torch_linear_kernel
 
@@ -150,14 +150,14 @@ class Captioner(nn.Module):
     def setup(self) -> None:
         self.head = nn.Dense(self.vocabulary, kernel_init=small_uniform)
         if self.looking is None:
-            self.begin: nn.Dense | None = nn.Dense(self.words.features)
+            self.begin: Decoder | None = Decoder((self.words.features,))
             return
         field, units = self.looking.field, self.looking.units
         state = jax.eval_shape(lambda: self._cell.initial((1,)))
         query = jax.eval_shape(lambda: field_of_state(self._cell.initial((1,)), field))
         widths = [leaf.shape[-1] for leaf in jax.tree.leaves(_picture_state(state))]
-        self.begin = nn.Dense(max(widths)) if widths else None
-        self.key = nn.Dense(units)
+        self.begin = Decoder((max(widths),)) if widths else None
+        self.key = Decoder((units,))
         self.query = self.param("query", torch_linear_kernel, (query.shape[-1], units))
         self.score = self.param("score", torch_linear_kernel, (units, 1))
 

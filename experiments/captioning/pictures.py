@@ -27,6 +27,7 @@ from experiments.settings.errors import UserError
 HELD_OUT_ROWS = 64  # pictures of a window at evaluation
 _TOGETHER = 16  # pictures whose features are made together
 _STRIDE = 32  # pixels of a region's side
+_ORDER = (0, 1)  # ends the entropy of orders: captions are drawn by (seed, step, row)
 
 
 class Window(NamedTuple):
@@ -176,7 +177,8 @@ class PictureFiles:
         if (seed, epoch) not in self._order:
             self._order = {key: order for key, order in self._order.items() if key[1] >= epoch - 1}
             count = len(self._corpus.parts.train)
-            self._order[seed, epoch] = np.random.default_rng((seed, epoch)).permutation(count)
+            generator = np.random.default_rng((seed, epoch, *_ORDER))
+            self._order[seed, epoch] = generator.permutation(count)
         return self._order[seed, epoch]
 
     def _caption_sample(self, rows: np.ndarray, key: tuple[int, int, int]) -> np.ndarray:
@@ -217,10 +219,11 @@ class PictureFiles:
         return np.concatenate(pooled), np.concatenate(regions)
 
     def _digest(self) -> str:
-        """Of the pictures: another file of the same name is another picture."""
+        """Of the pictures: another file of the same name is another picture, and so is one of the
+        same number in another prepared set, which its captions tell."""
         digest = hashlib.sha256()
         for picture in self._pictures:
-            line = str(picture.source)
+            line = f"{picture.name} {picture.captions}"
             if isinstance(picture.source, Path):
                 stat = picture.source.stat()
                 line = f"{picture.source.name} {stat.st_size} {stat.st_mtime_ns}"

@@ -46,7 +46,7 @@ class CaptioningSettings:
     )
     min_count: int = setting(
         "words that the training captions have no more often than this are one, the unknown word",
-        Sourced(5, "h-detach code"),
+        Sourced(5, "h-detach code, which counts over all parts; ours: over the training part"),
         least=0,
         needs=("dataset", _FILES),
     )

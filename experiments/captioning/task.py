@@ -108,7 +108,7 @@ class CaptioningTask(CaptioningSettings, BaseTask):
 
     @property
     def steps(self) -> int:
-        """T."""
+        """T: the words of the longest caption, and its end."""
         return scenes.longest(self.groups) if self.generated else self.length + 1
 
     @property
@@ -242,20 +242,21 @@ class CaptioningTask(CaptioningSettings, BaseTask):
         return Outcome((total, weight), sums, stream, outputs)
 
     def say(self, apply: Apply, params: Any, pictures: Any, count: int) -> jax.Array:
-        """The model's own captions of pictures, int32 ``[count, T]``."""
+        """The model's own captions of pictures, int32 ``[count, T - 1]``: after so many words one
+        is at its end, whether the model says so or not."""
         memory, carry = apply(params, pictures, self.beam, method="start")
 
         def follow(carry: Any, words: jax.Array) -> tuple[Any, jax.Array]:
             return apply(params, memory, words, carry, method="follow")
 
         if self.beam == 1:
-            return greedy(follow, carry, count, self.steps, END)
+            return greedy(follow, carry, count, self.steps - 1, END)
         words, _ = beam_search(
             follow,
             carry,
             rows=count,
             width=self.beam,
-            steps=self.steps,
+            steps=self.steps - 1,
             end=END,
             length_power=self.length_power,
         )

@@ -22,7 +22,8 @@ from experiments.settings.errors import UserError
 END = "<eos>"  # stands at the end of every line of words, as in AWD-LSTM's reader
 PARTS = ("train", "validation", "test")
 
-_HEADING = re.compile(r" = [^=].* = \n")  # of an article of WikiText; a section has more signs
+# Of an article of WikiText, between blank lines; a section has more signs, and a formula no blanks.
+_HEADING = re.compile(r" = [^=].* = \n")
 _HELD_OUT_TOPICS = 0.1  # of the characters, in each held-out part, up to the end of a topic
 _TOPICS_SEED = 42
 _PASSAGE = 150  # characters of a paragraph that two topics do not share by chance
@@ -221,9 +222,13 @@ def _find(text: Text, data_dir: str | None) -> list[Path]:
 def _part(path: Path, numbers: dict[str, int], level: str, learn: bool) -> Part:
     """A part in the numbers of its words, which the first one teaches."""
     tokens, starts = array.array("i"), array.array("q")
+    is_after_blank, heading = True, None
     for row, line in enumerate(_lines(path), 1):
-        if _HEADING.fullmatch(line):
-            starts.append(len(tokens))
+        is_blank = not line.strip()
+        if is_blank and heading is not None:
+            starts.append(heading)
+        heading = len(tokens) if is_after_blank and _HEADING.fullmatch(line) else None
+        is_after_blank = is_blank
         for word in [*line.split(), END] if level == "word" else line:
             number = numbers.get(word)
             if number is None:

@@ -27,13 +27,19 @@ def begin(flag_values: dict[str, Any]) -> None:
     """
     import functools
 
-    from experiments.command import runs
+    from experiments.command import flags, runs
     from experiments.execute.show import Examples, Showing
     from experiments.records.reporting import say
     from experiments.settings import fields
+    from experiments.settings.errors import UserError
+    from experiments.settings.resolver import resolve
 
     count = flag_values.pop("show", 0)
     fields.check_all(Showing(show=count))
+    request = flags.request(EXECUTE, flag_values)
+    held_out = resolve(EXECUTE, request.protocol, request.settings).task.held_out_programs
+    if count > held_out:
+        raise UserError(f"--show={count} is more than --held_out_programs={held_out}.")
     examples = functools.cache(lambda learner: Examples(learner, count))
 
     def illustrate(learner: Any, params: Any) -> dict[str, str]:

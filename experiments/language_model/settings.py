@@ -50,7 +50,8 @@ class LanguageModelSettings:
         Sourced(False, "AWD-LSTM's code does; GATO does not say"),
     )
     reset_at_articles: bool = setting(
-        "begin every article with a fresh state",
+        "begin every article with a fresh state; a heading ' = Title = ' between blank lines "
+        "begins one",
         needs=("dataset", ("topics", "wikitext2", "wikitext103", "own")),
     )
     validation_readers: int = setting(

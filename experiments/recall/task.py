@@ -35,6 +35,7 @@ from recurrent_gates import RNN, Stack
 _HELD_OUT_KEY = 0xDEC  # of the held-out sequences: the same for all seeds and cells
 _REPEATS_UNIT = 10  # DNC code: the number of repeats is shown as a tenth of itself
 _ONE_IN = 8  # of all patterns one in so many is held out
+_FEWEST_BITS = 8  # of a pattern that may be held out: of smaller ones there are too few
 
 
 class Pattern(NamedTuple):
@@ -114,11 +115,11 @@ def _joined(channels: list[jax.Array]) -> jax.Array:
 def is_held_out(bits: jax.Array) -> jax.Array:
     """Whether a pattern ``[steps, bits]`` is one of those that are never trained on.
 
-    A weighted sum of its bits decides, so that there are some of both kinds however small a
-    pattern is.
+    A weighted sum of its bits decides, so that there are some of both kinds however short a
+    pattern is. Zeros alone, which are like no other pattern, are not held out.
     """
     weights = jnp.arange(bits.size, dtype=jnp.int32) % (_ONE_IN - 1) + 1
-    return jnp.sum(bits.reshape(-1).astype(jnp.int32) * weights) % _ONE_IN == 0
+    return jnp.sum(bits.reshape(-1).astype(jnp.int32) * weights) % _ONE_IN == 1
 
 
 class Raw(nn.Module):
@@ -195,7 +196,8 @@ class RecallTask(RecallSettings, SupervisedTask):
         )
 
     def score(self, outputs: jax.Array, batch: Batch) -> dict[str, jax.Array]:
-        """Scores of logits ``[T, B, channels]``: the loss is a mean over all that is due."""
+        """Scores of logits ``[T, B, channels]``: the loss is each sequence's mean over all that is
+        due; the DNC's authors' cost is its sum."""
         answer, due = batch.targets[..., :-1], batch.targets[..., -1] > 0
         p = jax.nn.log_sigmoid(outputs) * answer + jax.nn.log_sigmoid(-outputs) * (1 - answer)
         losses = jnp.where(due[..., None], -p, 0).sum(axis=(0, 2))
@@ -218,7 +220,8 @@ class RecallTask(RecallSettings, SupervisedTask):
         return Batch(*jax.vmap(sequence, out_axes=1)(keys))
 
     def _pattern(self, key: jax.Array, held_out: bool) -> Pattern:
-        """A pattern of the wanted kind: its bits are drawn again until they are."""
+        """A pattern of the wanted kind: its bits are drawn again until they are. One of fewer than
+        ``_FEWEST_BITS`` bits may be of either kind."""
         length_key, request_key, bits_key = jax.random.split(key, 3)
         length = jax.random.randint(length_key, (), self.min_length, self.max_length + 1)
         minimum, maximum = (self.min_repeats, self.max_repeats) if self.repeats else (0, length - 2)
@@ -232,7 +235,8 @@ class RecallTask(RecallSettings, SupervisedTask):
             return jnp.where(mask, sample, False)
 
         def is_wrong_kind(state: tuple[jax.Array, jax.Array]) -> jax.Array:
-            return is_held_out(state[1]) != held_out
+            large = length * rows_per_item * self.bits >= _FEWEST_BITS
+            return large & (is_held_out(state[1]) != held_out)
 
         def next_attempt(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             return state[0] + 1, draw(state[0] + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -87,7 +88,7 @@ class Update:
 
     A task may bring its own update, such as several passes over one rollout: then it has
     ``update(descend, learned, window, key) -> (learned, report)``, which takes ``descend``
-    as often as it likes.
+    as often as it likes; each call that Python makes has noise of its own.
 
     Args:
       config: of the run.
@@ -138,7 +139,6 @@ class Update:
         key = key_of(lane, Purpose.DATA)
         window, stream = task.draw(act, data, state.stream, key, step, rows)
         check_axes(f"the axes of {task.name}", window, task.axes, rows.count)
-        apply = applied(self._module, self._training_pass(lane, step, rows))
         rate, halving = lane.rate, state.halving
         if self._schedule is not None:
             rate = rate * self._schedule(step)
@@ -147,7 +147,11 @@ class Update:
         if hasattr(task, "rate_factor"):
             rate = rate * task.rate_factor(window)
 
+        descents = itertools.count()
+
         def descend(learned: Learned, window: Any) -> tuple[Learned, Descent]:
+            """Each descent of an update has noise of its own."""
+            apply = applied(self._module, self._training_pass(lane, step, rows, next(descents)))
             return self._descend(learned, apply, window, stream, rate)
 
         faults = state.faults
@@ -203,14 +207,18 @@ class Update:
         step_sums = self._mesh.sum({name: sums[name] for name in totals})
         return jax.tree.map(jnp.add, totals, step_sums)
 
-    def _training_pass(self, lane: Lane, step: jax.Array, rows: Rows) -> Pass:
+    def _training_pass(self, lane: Lane, step: jax.Array, rows: Rows, descent: int) -> Pass:
+        def key(purpose: Purpose) -> jax.Array:
+            key_of_step = jax.random.fold_in(key_of(lane, purpose), step)
+            return jax.random.fold_in(key_of_step, descent) if descent else key_of_step
+
         model = self._config.model
         drops = model.dropout or model.layer_dropout or model.embedding_dropout
         return Pass(
             carry_fns(self._config, step),
             rows,
-            noise_key=jax.random.fold_in(key_of(lane, Purpose.NOISE), step),
-            dropout_key=jax.random.fold_in(key_of(lane, Purpose.DROPOUT), step) if drops else None,
+            noise_key=key(Purpose.NOISE),
+            dropout_key=key(Purpose.DROPOUT) if drops else None,
             dropout=model.dropout,
             layer_dropout=model.layer_dropout,
             embedding_dropout=model.embedding_dropout,

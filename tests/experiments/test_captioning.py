@@ -5,7 +5,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 
 import jax
@@ -15,7 +14,6 @@ import pytest
 
 from experiments.captioning import scenes, scoring
 from experiments.captioning.attention import AttendingCell, around_state
-from experiments.captioning.decoding import beam_search, greedy
 from experiments.captioning.model import END, Captioner, Features, Said
 from experiments.captioning.pictures import Window
 from experiments.captioning.settings import CAPTIONING
@@ -53,93 +51,6 @@ def config(**settings):
     }
     names = {name: value for name, value in names.items() if not absent.get(name)}
     return resolve(CAPTIONING, "small", names)
-
-
-# Decoding
-
-WORDS, STEPS = 4, 5
-
-
-def toy(seed):
-    """A model of four words whose carry is all that came before: random tables by step."""
-    tables = np.random.default_rng(seed).normal(size=(2, STEPS, WORDS**STEPS, WORDS)) * 2
-    log_p = jax.nn.log_softmax(jnp.asarray(tables, jnp.float32))
-
-    def follow(carry, words):
-        row, time, before = carry
-        before = jnp.where(time == 0, 0, before * WORDS + words)
-        return (row, time + 1, before), log_p[row, time, before]
-
-    def start(each):
-        row = jnp.repeat(jnp.arange(2), each)
-        return row, jnp.zeros_like(row), jnp.zeros_like(row)
-
-    return follow, start, np.asarray(log_p, np.float64)
-
-
-def sentences():
-    """Every sentence: it ends with word 0, or has five words."""
-    for size in range(1, STEPS + 1):
-        for words in itertools.product(range(WORDS), repeat=size):
-            if END not in words[:-1] and (words[-1] == END or size == STEPS):
-                yield words
-
-
-def log_probability(log_p, row, words):
-    before, total = 0, 0.0
-    for time, word in enumerate(words):
-        total += log_p[row, time, before, word]
-        before = before * WORDS + word
-    return total
-
-
-@pytest.mark.parametrize("power", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_wide_beam_is_brute_force(seed, power):
-    follow, start, log_p = toy(seed)
-    width = 3**4  # as many beginnings as there can be
-    words, scores = jax.jit(
-        lambda: beam_search(
-            follow, start(width), rows=2, width=width, steps=STEPS, end=END, length_power=power
-        )
-    )()
-    for row in range(2):
-        by_score = {
-            one: log_probability(log_p, row, one) / len(one) ** power for one in sentences()
-        }
-        best = max(by_score, key=by_score.get)
-        np.testing.assert_allclose(scores[row], by_score[best], rtol=1e-5)
-        assert tuple(words[row].tolist()) == best + (END,) * (STEPS - len(best))
-
-
-@pytest.mark.parametrize("width", [1, 2, 3])
-def test_a_narrow_beam_by_hand(width):
-    """Lists and sorting: K beginnings go on, the best that has ended is kept."""
-    follow, start, log_p = toy(7)
-    words, scores = beam_search(follow, start(width), rows=2, width=width, steps=STEPS, end=END)
-    for row in range(2):
-        open_, ended = [()], []
-        for time in range(STEPS):
-            longer = [(*one, word) for one in open_ for word in range(WORDS)]
-            longer.sort(key=lambda one, row=row: -log_probability(log_p, row, one))
-            ended += [one for one in longer if one[-1] == END or time == STEPS - 1]
-            open_ = [one for one in longer if one[-1] != END][:width]
-        best = max(ended, key=lambda one, row=row: log_probability(log_p, row, one))
-        np.testing.assert_allclose(scores[row], log_probability(log_p, row, best), rtol=1e-5)
-        assert tuple(words[row].tolist()) == best + (END,) * (STEPS - len(best))
-
-
-def test_greedy_takes_the_likeliest_word():
-    follow, start, log_p = toy(5)
-    words = greedy(follow, start(1), 2, STEPS, END)
-    for row in range(2):
-        said = []
-        while len(said) < STEPS and END not in said:
-            before = 0
-            for word in said:
-                before = before * WORDS + word
-            said.append(int(log_p[row, len(said), before].argmax()))
-        assert words[row].tolist() == said + [END] * (STEPS - len(said))
 
 
 # The attention
@@ -384,13 +295,28 @@ def test_an_slstm_begins_with_a_weight_of_one():
     np.testing.assert_array_equal(carry.state.c, carry.state.h)
 
 
+@pytest.mark.parametrize("more", [{}, ATTENDING])
+def test_the_picture_s_maps_begin_as_torch_s(more):
+    """U(-1/sqrt(n), 1/sqrt(n)) of n inputs, kernels and biases."""
+    settings = {"picture_features": 64, "embedding": 40, "hidden_size": 40} | more
+    made = Learner(config(**settings, **({"attention_units": 40} if more else {})))
+    made.load()
+    params = made.initial().params
+    for name in ("begin", "key") if more else ("begin",):
+        bias, kernel = jax.tree.leaves(params[name])
+        bound = len(kernel) ** -0.5
+        assert 0.99 * bound < np.abs(kernel).max() <= bound, name
+        assert 0.7 * bound < np.abs(bias).max() <= bound, name
+
+
 @pytest.mark.long
 def test_a_picture_is_as_wide_as_a_word():
     """One-hot words have the vocabulary's width, whatever an embedding has."""
     made = Learner(config(inputs="one_hot"))
     made.load()
     params = made.initial().params
-    assert params["begin"]["kernel"].shape[-1] == len(made.task.vocabulary)
+    (kernel,) = (leaf for leaf in jax.tree.leaves(params["begin"]) if leaf.ndim == 2)
+    assert kernel.shape[-1] == len(made.task.vocabulary)
     batch = window(made.task, 2)
     assert np.isfinite(told(made, params, batch.pictures, batch.captions)).all()
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -479,6 +480,15 @@ def test_a_run_knows_its_captions_and_weights(tmp_path):
     file.write_text(file.read_text().replace("A big Dog runs, no. 3", "A big Dog runs, no. 33"))
     pictures.corpus.cache_clear()
     assert identity(tmp_path / "a") != first
+
+
+def test_features_of_a_prepared_set_are_of_its_captions():
+    """The description of a source of tensorflow-datasets does not tell one set from another."""
+    digests = set()
+    for words in ("a dog", "a cat"):
+        picture = captions.Picture(("the same description", 0), (words,), (tuple(words.split()),))
+        digests.add(pictures.PictureFiles._digest(SimpleNamespace(_pictures=[picture])))
+    assert len(digests) == 2
 
 
 @pytest.mark.parametrize(("more", "scale", "most"), [({}, 1.0, 1.0), (ATTENDING, 0.01, 0.6)])

@@ -330,6 +330,25 @@ class DrawTask(SupervisedTask):
         return {"loss": outputs[0, :, 0]}
 
 
+class TwiceTask(DrawTask):
+    """Draws with two descents on every window, of which the second is told."""
+
+    def update(self, descend, learned, window, key):
+        learned, _ = super().update(descend, learned, window, key)
+        return super().update(descend, learned, window, key)
+
+
+@pytest.mark.parametrize("purpose", ["noise", "dropout"])
+def test_every_descent_has_its_own_noise(purpose):
+    config = tiny(dropout=0.5, zoneout_h=0.5)
+    once, twice = (
+        prepare(dataclasses.replace(config, task=task(purpose=purpose)))
+        for task in (DrawTask, TwiceTask)
+    )
+    first, second = (run.advance(run.initial(), 0, 1).loss_total for run in (once, twice))
+    assert first != second
+
+
 def test_every_purpose_seed_and_step_has_its_own_key():
     """But not every learning rate: lanes of a seed see the same. Nothing is drawn to evaluate."""
     config = tiny(dropout=0.5, zoneout_h=0.5, seeds=2, learning_rates=(1e-3, 1e-2))

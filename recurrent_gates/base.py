@@ -305,15 +305,8 @@ def linear_project(
       ValueError: if x is not floating point or D differs from the kernel's.
     """
     checks.kernels(params)
-    checks.one_array(x)
-    x = jnp.asarray(x)
     first = next(iter(params["kernel"].values()))
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"Inputs must be floating point, got {x.dtype}; embed or cast them.")
-    if x.ndim < 1 or x.shape[-1] != first.shape[0]:
-        raise ValueError(
-            f"Inputs of shape {x.shape} do not fit a kernel for {first.shape[0]} input features."
-        )
+    x = checks.inputs(x, first.shape[0])
     dtype = dtype or jnp.result_type(x, first)
     offsets = gate.offsets(params.get("gate", {})) if gate else {}
     recurrent_bias = params.get("recurrent_bias", {})

@@ -20,6 +20,8 @@ from flax import struct
 from recurrent_gates import checks
 from recurrent_gates.shapes import expand
 
+_THREEFRY = "threefry2x32"
+
 Carry = Any
 Noise = Any
 C = TypeVar("C")
@@ -318,6 +320,7 @@ def draw_noise(
         checks.key("key", key)
         if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):  # Zoneout tells keys from masks
             key = jax.random.wrap_key_data(key)
+        key = _threefry(key)
     noise: list[Noise] = []
     for index, fn in enumerate(carry_fns):
         if not fn.draws:
@@ -330,6 +333,18 @@ def draw_noise(
         else:
             noise.append(fn.draw(jax.random.fold_in(key, index), steps, batch_shape))
     return tuple(noise)
+
+
+def _threefry(key: jax.Array) -> jax.Array:
+    """A threefry key made of another one: what an rbg key draws under ``vmap`` depends on what
+    else is drawn there, and so on the backend."""
+    if jax.random.key_impl(key) == _THREEFRY:
+        return key
+    first, *rest = jnp.moveaxis(jax.random.key_data(key), -1, 0)
+    out = jax.random.key(first, impl=_THREEFRY)
+    for word in rest:
+        out = jax.random.fold_in(out, word)
+    return out
 
 
 def without_gradient(tree: Any) -> Any:

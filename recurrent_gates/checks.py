@@ -439,6 +439,27 @@ def one_array(x: Any) -> None:
         raise ValueError(f"Inputs must be one array [..., D], got {described(x)}: jnp.stack them.")
 
 
+def inputs(x: Any, in_features: int) -> jax.Array:
+    """Floating-point inputs ``[..., D]`` of so many features."""
+    one_array(x)
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"Inputs must be floating point, got {x.dtype}; embed or cast them.")
+    if x.ndim < 1 or x.shape[-1] != in_features:
+        raise ValueError(
+            f"Inputs of shape {x.shape} do not fit a kernel for {in_features} input features."
+        )
+    return x
+
+
+def chunk_length(remat: Any, steps: int) -> int:
+    """The steps of a chunk of time that is rematerialised."""
+    remat = whole_number("remat is a chunk length in steps", remat)
+    if export.is_symbolic_dim(steps):
+        raise ValueError(f"remat={remat} cuts time into chunks, and T is symbolic: drop remat.")
+    return remat
+
+
 def lengths(value: Any, steps: int, batch_shape: tuple[int, ...]) -> jax.Array:
     """Lengths int32 ``[*batch]``, from 0 to T where their values are known."""
     value = jnp.asarray(value)
@@ -451,6 +472,8 @@ def lengths(value: Any, steps: int, batch_shape: tuple[int, ...]) -> jax.Array:
     if values is not None and values.size and not 0 <= values.min() <= values.max() <= steps:
         outlier = values[(values < 0) | (values > steps)][0]
         raise ValueError(f"lengths must be from 0 to T = {steps}, got {outlier}.")
+    if value.dtype.itemsize >= 4:  # which holds T; under jit what is beyond it counts as T
+        value = jnp.clip(value, 0, jnp.asarray(steps).astype(value.dtype))
     return value.astype(jnp.int32)  # in a narrower dtype the numbers of steps would wrap around
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from recurrent_gates import target
 from recurrent_gates.shapes import lead
 
 Params = Mapping[str, Any]
@@ -208,6 +209,8 @@ def matrix_product(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
             f"features, got {x.shape[-1]}."
         )
     heads = x.reshape(*x.shape[:-1], *kernel.shape[:2])
+    if target.platform() == "cpu":  # where XLA has no such product of narrow numbers, but by jit
+        heads, kernel = heads.astype(sums), kernel.astype(sums)
     out = jnp.einsum("...nf,nfw->...nw", heads, kernel, preferred_element_type=sums)
     return out.reshape(*x.shape[:-1], kernel.shape[0] * kernel.shape[2])
 

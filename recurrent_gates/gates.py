@@ -172,6 +172,10 @@ class Gate:
         """The same gate on a convex update (GRU, JANET): i = 1 - f, masters stay untied."""
         if self.master:
             return self
+        if self.refine_input and not self.refine:
+            raise ValueError(
+                "Gate refine_input=True has no effect where i is 1 - f: use refine=True."
+            )
         start = self.refine_bias if self.refine else "negative"  # of the refine gate that is left
         return dataclasses.replace(self, tied=True, refine_input=False, refine_bias=start)
 

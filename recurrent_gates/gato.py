@@ -168,7 +168,8 @@ class GatedDecay(SlotMap):
 
     @property
     def diagonal(self) -> bool:
-        return self.gate is None or self.gate.activation != "cumax"
+        gate = self.gate
+        return gate is None or not (gate.activation == "cumax" or gate.has_own_equations)
 
     def slots(self, units: int) -> dict[str, int]:
         gate = {"gate": units} if self.gate is None else self.gate.slots(units)
@@ -343,6 +344,12 @@ class GATO(Cell):
                 f"GATO s_update must be accumulate, zero or replace, got {self.s_update!r}."
             )
         checks.period("GATO wrap", self.wrap)
+        gate = getattr(self.f, "gate", None)
+        if gate is not None and gate.bias == "uniform" and self.features < 6:
+            raise ValueError(
+                "A uniform gate needs at least 3 pairs of r and s, a hidden size of 6; "
+                f"got {self.features}."
+            )
         super().__post_init__()
 
     @property

@@ -56,7 +56,7 @@ class _InputGated(Cell):
         checks.input_gated_settings(self)
         checks.instance(f"{name} gate", self.gate, Gate, "GATES['ur']")
         super().__post_init__()
-        self.gate.check(self.features)
+        self._gate.check(self.features)
 
     @property
     def linear(self) -> bool:
@@ -236,7 +236,8 @@ class RGLRU(_InputGated):
     fastest: float = 0.9
 
     def __post_init__(self) -> None:
-        checks.number("RGLRU rate", self.rate)
+        for name in ("rate", "slowest", "fastest"):
+            checks.number(f"RGLRU {name}", getattr(self, name))
         if self.rate <= 0:
             raise ValueError(f"RGLRU rate must be above 0, got {self.rate!r}.")
         if not 0 < self.fastest < self.slowest < 1:
@@ -316,7 +317,8 @@ class LRU(Cell):
 
     def __post_init__(self) -> None:
         checks.features_and_dtypes(self)
-        checks.number("LRU max_phase", self.max_phase)
+        for name in ("r_min", "r_max", "max_phase"):
+            checks.number(f"LRU {name}", getattr(self, name))
         if self.max_phase <= 0:
             raise ValueError(f"LRU max_phase must be above 0, got {self.max_phase!r}.")
         if not 0 <= self.r_min < self.r_max <= 1:
@@ -373,8 +375,7 @@ class LRU(Cell):
     @nn.nowrap
     def project(self, params: Params, x: jax.Array) -> dict[str, jax.Array]:
         checks.kernels(params)
-        checks.one_array(x)
-        x = jnp.asarray(x)
+        x = checks.inputs(x, len(params["skip"]))
         dtype = self.dtype or jnp.result_type(x, params["skip"])
         x, gamma = x.astype(dtype), jnp.exp(params["gamma"])
         projections = {

@@ -319,7 +319,7 @@ def unroll(
         unroll = _GPU_UNROLL if target.platform() == "gpu" else 1
     unroll = checks.whole_number("unroll is a number of steps", unroll)
     if remat is not None:
-        remat = checks.whole_number("remat is a chunk length in steps", remat)
+        remat = checks.chunk_length(remat, shape[0])
     by_lengths = lengths is not None
     valid = _resolve_valid(lengths, valid, shape)
     resets = checks.mask("resets", resets, shape[0], shape[1:])

@@ -19,6 +19,7 @@ from recurrent_gates.declared import (
     Carry,
     Params,
     Slots,
+    inputs_dtype,
     matrix_product,
     product_of,
     recurrent_weights,
@@ -54,9 +55,9 @@ class Stepper:
     ) -> None:
         self.cell, self.batch_shape, self.in_features = cell, batch_shape, in_features
         params = jax.tree.map(jnp.array, params)  # a copy: what becomes of the caller's is its own
-        self._x = x = jax.ShapeDtypeStruct(
-            (*batch_shape, in_features), jax.tree.leaves(params)[0].dtype
-        )
+        floats = [a for a in jax.tree.leaves(params) if jnp.issubdtype(a.dtype, jnp.floating)]
+        dtype = inputs_dtype({str(index): leaf for index, leaf in enumerate(floats)})
+        self._x = x = jax.ShapeDtypeStruct((*batch_shape, in_features), dtype)
         carry = jax.eval_shape(self.initial)
         check_width(cell, params, jax.ShapeDtypeStruct((1, *x.shape), x.dtype), carry)
         self._weights: Any

@@ -17,7 +17,7 @@ from jax import export
 
 from recurrent_gates import checks, mixing
 from recurrent_gates.base import SlotCell, add_offsets, dense
-from recurrent_gates.carry import CarryFn, Noise, Zoneout
+from recurrent_gates.carry import CarryFn, Damp, Detach, Noise, Zoneout
 from recurrent_gates.declared import Params, Product, Slots
 
 _NOTHING = -1e30  # log of no weight at all, but finite: masks and means of carries stay so
@@ -99,7 +99,7 @@ class SLSTM(SlotCell):
 
     Raises:
       ValueError: for a size below 1, a number of bias vectors other than 1 and 2, heads that do not
-        divide the size, another ``forget``, or zoneout of c, n or m.
+        divide the size, another ``forget``, or zoneout, detaching or damping of c, n or m.
 
     Note:
       A forget bias of 1, as the other LSTMs here have it, is ours; the authors' code spreads it
@@ -152,9 +152,9 @@ class SLSTM(SlotCell):
             field = fn.field
             if isinstance(field, int) and field in range(-4, 4):
                 field = SLSTMState._fields[field]
-            if isinstance(fn, Zoneout) and field in ("c", "n", "m"):
+            if isinstance(fn, Zoneout | Detach | Damp) and field in ("c", "n", "m"):
                 raise ValueError(
-                    f"Zoneout of {field} alone would mix values of different units: c and n of an "
-                    "SLSTM are in units of exp(m); zone out h."
+                    f"{type(fn).__name__} of {field} alone would depend on the stabiliser: c and n "
+                    "of an SLSTM are in units of exp(m); take h."
                 )
         return super()._around(carry_fns, noise)

@@ -76,6 +76,17 @@ def test_every_cell_exports_with_symbolic_sizes(backend, family, x32, request):
         assert_close(ys, whole[name][1][:1, :1], 1e-6)
 
 
+@pytest.mark.parametrize("backend", ["auto", "scan"])
+def test_chunks_of_symbolic_time_are_one_sentence(backend, x32):
+    cell = rg.CELLS["lstm"](FEATURES)
+    params = cell.init_params(jax.random.key(0), 2)
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("time, batch, 2"), jnp.float32)
+    with pytest.raises(ValueError, match="remat=2 cuts time into chunks, and T is symbolic"):
+        jax.export.export(jax.jit(lambda x: rg.unroll(cell, params, x, remat=2, backend=backend)))(
+            shape
+        )
+
+
 @pytest.mark.parametrize("backend", ["newton", "pallas"])
 def test_backends_that_need_sizes_refuse_symbolic_ones(backend, x32):
     cell = rg.CELLS["gato1"](FEATURES)

@@ -319,3 +319,11 @@ def test_sizes_that_do_not_fit_are_refused(spec, features):
         spec.slots(features)
     with pytest.raises(ValueError, match=str(features)):
         spec.init(jax.random.key(0), features)
+
+
+def test_a_refined_input_gate_alone_cannot_be_tied():
+    gate = rg.Gate(refine_input=True)
+    for make in (rg.GRU, rg.MinGRU):
+        with pytest.raises(ValueError, match="refine_input=True has no effect where i is 1 - f"):
+            make(8, gate=gate)
+    assert rg.LSTM(8, gate=gate).gate == gate

@@ -419,3 +419,25 @@ def test_a_mean_that_a_period_loses_is_refused():
     still = build("gato1", s_update="zero")
     carry, _ = rg.unroll(still, params, xs, state(still, ()), **how)
     assert_close(carry.s, state(still, ()).s / 2**STEPS)
+
+
+class Rolled(rg.Gate):
+    """f of a unit reads the unit beside it."""
+
+    def activate(self, pre):
+        f, i = super().activate(pre)
+        return jnp.roll(f, 1, axis=-1), i
+
+
+def test_a_gate_that_mixes_units_is_not_diagonal(x32):
+    cell = rg.GATO(8, f=rg.GatedDecay(gate=Rolled()))
+    assert rg.GATO(8, f=rg.GatedDecay(gate=rg.Gate())).diagonal and not cell.diagonal
+    params = cell.init_params(jax.random.key(0), 3)
+    with pytest.raises(ValueError, match="does not say that its recurrent Jacobian is diagonal"):
+        rg.unroll(cell, params, array(1, 4, 2, 3), backend="newton")
+
+
+def test_pairs_for_a_uniform_gate(x32):
+    with pytest.raises(ValueError, match="at least 3 pairs of r and s, a hidden size of 6; got 4"):
+        rg.CELLS["ur_gato"](4)
+    rg.CELLS["ur_gato"](6).init_params(jax.random.key(0), 3)

@@ -156,3 +156,15 @@ def test_what_has_no_heads_refuses_them(x32):
     with pytest.raises(ValueError, match=r"Blocks of shape \(2, 4, 4\) multiply 8 features"):
         z = cell.project(params, jnp.ones((BATCH, INPUTS)))
         rg.lstm_step(params, rg.LSTM(6).initial((BATCH,)), z)
+
+
+@pytest.mark.parametrize("make", [rg.LSTM, rg.GRU, rg.SLSTM])
+def test_gradients_in_bfloat16_without_jit(make, x32):
+    """XLA's CPU backend has no batched product of bfloat16 by itself."""
+    cell, xs = make(8, heads=2, dtype=jnp.bfloat16), jnp.ones((3, 2, 3), jnp.bfloat16)
+    params = cell.init_params(jax.random.key(0), 3)
+
+    def loss(params):
+        return rg.unroll(cell, params, xs)[1].astype(jnp.float32).sum()
+
+    assert_close(jax.grad(loss)(params), jax.jit(jax.grad(loss))(params), 2e-2)

@@ -362,3 +362,24 @@ def test_auto_takes_it(caplog):
     with caplog.at_level(logging.INFO, "recurrent_gates"):
         rg.unroll(cell, parameters(cell, INPUTS), array(8, 3, BATCH, INPUTS))
     assert "MinGRU on cpu: backend auto chose parallel" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (np.ones((4, 2, INPUTS), np.int32), "must be floating point, got int32"),
+        (np.ones((4, 2, INPUTS), np.complex64), "must be floating point, got complex64"),
+        (np.ones((4, 2, INPUTS + 1), np.float32), f"do not fit a kernel for {INPUTS} input"),
+    ],
+)
+def test_inputs_that_do_not_fit_an_lru_are_one_sentence(x, words):
+    cell = rg.LRU(4)
+    params = cell.init_params(jax.random.key(0), INPUTS)
+    with pytest.raises(ValueError, match=words):
+        cell.project(params, x)
+
+
+@pytest.mark.parametrize(("make", "name"), [(rg.LRU, "r_min"), (rg.RGLRU, "slowest")])
+def test_settings_that_are_no_numbers_are_one_sentence(make, name):
+    with pytest.raises(ValueError, match=f"{name} must be a finite number, got the string 'a'"):
+        make(8, **{name: "a"})

@@ -39,8 +39,10 @@ def test_a_compiler_that_fails_is_quoted(fresh, monkeypatch, tmp_path):
     assert not list((tmp_path / "recurrent_gates").iterdir())
 
 
-def test_a_damaged_library_is_compiled_anew(monkeypatch, tmp_path):
-    """The compiler's part is played: it takes some ten seconds."""
+@pytest.mark.parametrize("damage", ["short", "half", "zeros"])
+def test_a_damaged_library_is_compiled_anew(monkeypatch, tmp_path, damage):
+    """The compiler's part is played: it takes some ten seconds. To load half of a library would
+    end this process with a bus error."""
     whole, output = library._built("janet").read_bytes(), library._output
 
     def played(command):
@@ -52,7 +54,14 @@ def test_a_damaged_library_is_compiled_anew(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(library, "_output", played)
     path = library._built("janet")
-    path.write_bytes(b"half of it")
+    half = len(whole) // 2
+    path.write_bytes(
+        {
+            "short": b"a bit of it",
+            "half": whole[:half],
+            "zeros": whole[:4096] + bytes(half - 4096) + whole[half:],
+        }[damage]
+    )
     assert hasattr(library._loaded("janet"), "rg_forward")
     assert path.read_bytes() == whole
 
@@ -90,21 +99,21 @@ def test_a_library_that_never_loads_is_compiled_in_vain_once(fresh, monkeypatch)
 
 
 def test_a_library_that_loads_again_is_not_given_up(monkeypatch, tmp_path):
-    path = tmp_path / "library.so"
+    path, unloadable = tmp_path / "library-content.so", tmp_path / "library.unloadable"
     path.write_bytes(library._built("janet").read_bytes())
-    path.with_suffix(".unloadable").touch()
+    unloadable.touch()
     monkeypatch.setattr(library, "_built", lambda cell: path)
     assert hasattr(library._loaded("janet"), "rg_forward")
-    assert not path.with_suffix(".unloadable").exists()
+    assert not unloadable.exists()
 
 
 def test_what_the_system_refuses_is_a_reason(fresh, monkeypatch):
     """A home of somebody else, for one."""
 
-    def refuse(path):
+    def refuse(path, pattern):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(pathlib.Path, "exists", refuse)
+    monkeypatch.setattr(pathlib.Path, "glob", refuse)
     assert "cannot be had on this machine: [Errno 13] Permission denied" in fresh("lstm")
 
 

@@ -213,6 +213,17 @@ with jax.set_mesh(jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisT
     carry = jax.device_put(cell.initial((4,)), P("batch"))
     ys = jax.jit(lambda params, xs, carry: rg.unroll(cell, params, xs, carry)[1])(params, xs, carry)
     np.testing.assert_allclose(ys, rg.unroll(cell, params, np.asarray(xs))[1], atol=2e-6)
+
+    # A linear recurrence in blocks, as on a GPU.
+    from recurrent_gates.backends import parallel
+
+    parallel._block_steps = lambda steps, width: 4
+    linear = rg.LRU(4)
+    params = linear.init_params(jax.random.key(0), xs.shape[-1])
+    carry = jax.device_put(linear.initial((4,)), P("batch"))
+    run = jax.jit(rg.unroll, static_argnums=0, static_argnames="backend")
+    ys = run(linear, params, xs, carry, backend="parallel")[1]
+    np.testing.assert_allclose(ys, rg.unroll(linear, params, np.asarray(xs))[1], atol=2e-5)
 """
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     done = subprocess.run(

@@ -163,3 +163,11 @@ def test_numpys_numbers_are_jaxs(x32):
     numpys = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     got = rg.unroll(cell, numpys, xs, backend="native")
     assert_identical(got, rg.unroll(cell, params, jnp.asarray(xs), backend="native"))
+
+
+def test_long_lengths_of_wide_integers_count_as_all_steps(x32):
+    """Under jit, where their values are not known."""
+    cell, xs = rg.LSTM(4), jnp.ones((5, 2, 3), jnp.float32)
+    params = cell.init_params(jax.random.key(0), 3)
+    ys = jax.jit(lambda lengths: rg.unroll(cell, params, xs, lengths=lengths)[1])
+    assert_identical(ys(np.array([2**32 - 5, 3], np.uint32)), ys(np.array([5, 3], np.uint32)))

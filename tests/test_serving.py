@@ -85,6 +85,40 @@ def test_a_step_that_emits_nothing():
     assert_close(carry, rg.unroll(cell, params, xs[:1])[0])
 
 
+class Leak(rg.Cell):
+    """Without parameters."""
+
+    features: int = 3
+
+    def init_params(self, key, in_features):
+        return {}
+
+    def initial(self, batch_shape):
+        return jnp.zeros((*batch_shape, self.features), jnp.float32)
+
+    def project(self, params, x):
+        return x
+
+    def step(self, params, carry, z_t):
+        return 0.5 * carry + z_t
+
+    def emit(self, params, carry, z):
+        return carry
+
+
+def test_a_stepper_takes_inputs_of_the_widest_parameters(x32):
+    """Whatever they are called; float32 where there are none."""
+    cell = build("lstm", dtype=None, param_dtype=jnp.float32)
+    params = parameters(cell, INPUTS)
+    narrow = {**params, "bias": {s: b.astype(jnp.bfloat16) for s, b in params["bias"].items()}}
+    for made, made_params, width in ((cell, narrow, INPUTS), (Leak(), {}, 3)):
+        step, x = rg.stepper(made, made_params, 2, in_features=width), jnp.ones((2, width))
+        carry, y = step(step.initial(), x)
+        expected = rg.unroll(made, made_params, x[None])
+        assert y.dtype == expected[1].dtype == jnp.float32
+        assert_close((carry, y), (expected[0], expected[1][0]), 1e-6)
+
+
 def test_a_stepper_uses_up_its_carry():
     cell = build("lstm")
     step = rg.stepper(cell, parameters(cell, INPUTS))

@@ -158,13 +158,20 @@ def test_wrong_settings_are_one_sentence(make, words):
         make()
 
 
+@pytest.mark.parametrize("make", [rg.Zoneout, rg.Detach, rg.Damp])
 @pytest.mark.parametrize("field", ["c", "n", "m", 0, -1, -3, -4])
-def test_zoneout_of_a_part_of_the_memory_is_refused(field):
+def test_what_acts_on_a_part_of_the_memory_is_refused(make, field):
+    """It would depend on the stabiliser, of which y is independent."""
     cell = build()
     params = parameters(cell, INPUTS)
-    with pytest.raises(ValueError, match="zone out h"):
-        fns = [rg.Zoneout(0.5, field=field)]
+    with pytest.raises(ValueError, match=r"would depend on the stabiliser.*; take h"):
+        fns = [make(0.5, field=field)]
         rg.unroll(cell, params, array(8, 2, BATCH, INPUTS), carry_fns=fns, key=jax.random.key(0))
+
+
+def test_an_exponential_gate_has_no_timescale():
+    with pytest.raises(ValueError, match="it has no timescale"):
+        rg.analysis.initial_timescales(build(forget="exp"), jax.random.key(0))
 
 
 def test_torch_has_none():

@@ -15,6 +15,7 @@ from experiments.adding.settings import AddingSettings
 from experiments.settings.metrics import Metric
 from experiments.settings.model import ModelSettings
 from experiments.training.models import Decoder, SequenceModel
+from experiments.training.state import threefry_key
 from experiments.training.supervised import Batch, SupervisedTask
 from recurrent_gates import RNN, Stack
 
@@ -66,7 +67,7 @@ class AddingTask(AddingSettings, SupervisedTask):
 
     def load(self) -> Batch:
         """The held-out set."""
-        return self._draw(jax.random.key(_HELD_OUT_KEY), self.held_out_sequences)
+        return self._draw(threefry_key(_HELD_OUT_KEY), self.held_out_sequences)
 
     def sets(self, loaded: Batch) -> dict[str, Batch]:
         return {"held_out": loaded}

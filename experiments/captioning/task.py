@@ -46,6 +46,7 @@ from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
 from experiments.settings.model import ModelSettings
 from experiments.training.models import TokenEncoder
+from experiments.training.state import threefry_key
 from experiments.training.task import Apply, BaseTask, Fresh, HeldOut, Outcome, Resident, Streamed
 from recurrent_gates import RNN, Stack
 
@@ -341,7 +342,7 @@ class _Pictures:
 
 
 def _held_out_keys(name: str, count: int) -> jax.Array:
-    return jax.random.split(jax.random.key(_SEEDS[name]), count)
+    return jax.random.split(threefry_key(_SEEDS[name]), count)
 
 
 def _held_out_scenes(groups: int, count: int) -> dict[str, Window]:

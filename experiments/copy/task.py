@@ -28,6 +28,7 @@ from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
 from experiments.settings.model import ModelSettings
 from experiments.training.models import Decoder, SequenceModel, TokenEncoder, wide
+from experiments.training.state import threefry_key
 from experiments.training.supervised import Batch, SupervisedTask
 from recurrent_gates import RNN, Stack
 
@@ -153,7 +154,7 @@ class CopyTask(CopySettings, SupervisedTask):
 
     def drawn(self, seed: int) -> dict[str, jax.Array]:
         """What ``load`` returns, of sequences drawn from a seed."""
-        keys = jax.random.split(jax.random.key(seed), self.held_out_sequences)
+        keys = jax.random.split(threefry_key(seed), self.held_out_sequences)
         tokens = jax.vmap(self._draw, out_axes=1)(keys)
         return {"tokens": tokens, "codes": jnp.sort(_code(tokens))}
 

@@ -15,6 +15,7 @@ from experiments.datasets.text import END
 from experiments.language_model.settings import Sampling
 from experiments.language_model.task import LanguageModelTask
 from experiments.training.learner import Learner
+from experiments.training.state import threefry_key
 
 _KEY = 0x7E87  # of all samples: two of them differ by their models alone
 
@@ -61,7 +62,7 @@ def sample(learner: Learner, params: Any, sampling: Sampling) -> str:
     words = task.corpus.words
     end = "\n" if task.level == "character" else END
     first = words.index(end) if end in words else 0
-    tokens = sampled_tokens(learner, params, first, sampling, jax.random.key(_KEY))
+    tokens = sampled_tokens(learner, params, first, sampling, threefry_key(_KEY))
     sampled_words = [words[token] for token in tokens]
     if task.level == "character":
         return "".join(sampled_words)

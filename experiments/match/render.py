@@ -14,6 +14,7 @@ from experiments.machine.mesh import Rows
 from experiments.match.task import MatchTask
 from experiments.settings.errors import UserError
 from experiments.training.learner import Learner
+from experiments.training.state import threefry_key
 
 _KEY = 0x61F  # of what is shown: two films differ by their agents alone
 _CELL = 24  # pixels
@@ -51,7 +52,7 @@ def pictures(learner: Learner, params: Any) -> list[np.ndarray]:
 
     @jax.jit
     def episode() -> Any:
-        keys = jax.random.split(jax.random.key(_KEY), 1 + environment.steps)
+        keys = jax.random.split(threefry_key(_KEY), 1 + environment.steps)
         start = task.start(learner.fresh, (), keys[0], Rows(0, 1, 1))
         return jax.lax.scan(step, start, keys[1:])[1]
 

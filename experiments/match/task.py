@@ -24,6 +24,7 @@ from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
 from experiments.settings.model import ModelSettings
 from experiments.training.models import Decoder
+from experiments.training.state import threefry_key
 from experiments.training.task import Apply, BaseTask, Fresh, Outcome, Resident, Total
 from recurrent_gates import RMA, RNN, Stack
 
@@ -387,7 +388,7 @@ class _Episodes:
         self, act: Apply, data: Any, stream: Any, index: jax.Array, rows: Rows
     ) -> tuple[Score, Any]:
         task, greedy = self._task, index == 1
-        start_key, play_key = jax.random.split(jax.random.key(_HELD_OUT_KEY))
+        start_key, play_key = jax.random.split(threefry_key(_HELD_OUT_KEY))
         first_stream = task.start(lambda _: stream, data, start_key, rows)
 
         def play(state: Any, key: jax.Array) -> tuple[Any, None]:

@@ -29,6 +29,7 @@ from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
 from experiments.settings.model import ModelSettings
 from experiments.training.models import Decoder, SequenceModel
+from experiments.training.state import threefry_key
 from experiments.training.supervised import Batch, SupervisedTask
 from recurrent_gates import RNN, Stack
 
@@ -183,7 +184,7 @@ class RecallTask(RecallSettings, SupervisedTask):
 
     def load(self) -> Batch:
         """The held-out set."""
-        keys = jax.random.split(jax.random.key(_HELD_OUT_KEY), self.held_out_sequences)
+        keys = jax.random.split(threefry_key(_HELD_OUT_KEY), self.held_out_sequences)
         return self._sample_batch(keys, held_out=True)
 
     def sets(self, loaded: Batch) -> dict[str, Batch]:

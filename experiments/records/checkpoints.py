@@ -142,7 +142,9 @@ class Checkpoints:
             if step > start:
                 path = self._path(step)
                 if conditions[step] is not _Condition.GOOD:
-                    say(f"warning: the checkpoint {path} is damaged; going on from step {start}.")
+                    is_other = conditions[step] is _Condition.OTHER
+                    fault = "of another version or configuration" if is_other else "damaged"
+                    say(f"warning: the checkpoint {path} is {fault}; going on from step {start}.")
                 self._discard(step)
         return start, state
 

@@ -269,8 +269,9 @@ class Workdir:
             if f"model.{name}" in old and old[f"model.{name}"] is None:
                 old[f"model.{name}"] = value
         differences = [name for name in {**new, **old} if old.get(name) != new.get(name)]
-        if recorded_identity.keys() < new.keys() and any(
-            old.get(name) is None for name in differences
+        lengths = {"training.steps"}  # which only some schedules record
+        if {*recorded_identity} - lengths < {*new} - lengths and any(
+            old.get(name) is None for name in {*differences} - lengths
         ):
             raise EarlierVersionError(self.path)  # it left more settings to the cell
         if differences == ["training.steps"]:
@@ -279,7 +280,7 @@ class Workdir:
                 "steps and cannot get another length; choose another --workdir."
             )
         if differences:
-            name = differences[0]
+            name = min(differences, key=lambda name: name == "training.steps")
             raise UserError(
                 f"the workdir {self.path} belongs to another configuration "
                 f"({name.partition('.')[2] or name} is {old.get(name)} there and {new.get(name)} "

@@ -22,6 +22,7 @@ from experiments.settings.metrics import Metric
 from experiments.settings.model import ModelSettings
 from experiments.training.models import Decoder, SequenceModel, TokenEncoder
 from experiments.training.permutation import batch_of_epoch
+from experiments.training.state import threefry_key
 from experiments.training.supervised import Batch, SupervisedTask
 from recurrent_gates import RNN, Stack
 
@@ -81,7 +82,7 @@ class SentimentTask(SentimentSettings, SupervisedTask):
         """The held-out sets of the grammar; of IMDB's reviews the shapes of what ``read`` gives."""
         if self.dataset == "grammar":
             return {
-                name: self._sample_batch(jax.random.key(key), self.held_out_reviews)
+                name: self._sample_batch(threefry_key(key), self.held_out_reviews)
                 for name, key in _KEYS.items()
             }
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import hashlib
 import importlib
+import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -109,6 +113,21 @@ def _imported(name: str) -> Any:
         raise UserError(
             f"--cell={name}: module {module} cannot be imported: {first_line(error)}"
         ) from None
+
+
+def source_digest(name: str) -> str | None:
+    """8 hexadecimal digits of the module of a ``module:Class``, without its comments; None if there
+    is no source.
+
+    Raises:
+      UserError: if there is no such cell.
+    """
+    _imported(name)
+    try:
+        source = inspect.getsource(sys.modules[name.partition(":")[0]])
+    except (OSError, TypeError):
+        return None
+    return hashlib.sha256(ast.dump(ast.parse(source)).encode()).hexdigest()[:8]
 
 
 def first_line(error: Exception) -> str:

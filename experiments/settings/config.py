@@ -72,7 +72,8 @@ class Config:
         """The settings that change the mathematics, ``{"part.name": value}``.
 
         Where the data are the user's own, their ``content``, a digest, is one of them. A longer run
-        continues a shorter one, unless its schedule depends on the length.
+        continues a shorter one, unless its schedule depends on the length; the evaluation at the
+        end of the shorter one stays and counts, for ``--patience``, too.
 
         Raises:
           UserError: if the user's data cannot be read.
@@ -88,6 +89,10 @@ class Config:
             for part, settings in self.resolved().items()
             for name, value in settings.items()
         }
+        if ":" in self.model.cell:
+            from experiments.settings.cells import source_digest
+
+            flat["model.cell_source"] = source_digest(self.model.cell)
         if "task.weights" in flat:
             flat["task.weights"] = None  # a file, which its content tells
         excluded_names = {*_NO_MATHEMATICS}
@@ -163,10 +168,12 @@ class Config:
                 f"--{flag}: h-detach has nothing to detach in {self.model.cell}, whose gates read "
                 f"the input alone; give --{flag}=0."
             )
-        if memory_is_scaled(cell) and carry.zoneout_c:
+        cuts = carry.detach_prob or carry.damp_prob
+        if memory_is_scaled(cell) and (carry.zoneout_c or (cuts and carry.detach_state in "cnm")):
+            flag = "zoneout_c" if carry.zoneout_c else f"detach_state={carry.detach_state}"
             raise UserError(
-                f"--zoneout_c: c of {self.model.cell} is in units of exp(m), which an old c and a "
-                "new one do not share; zone out h."
+                f"--{flag}: c and n of {self.model.cell} are in units of exp(m), so that it would "
+                "depend on the stabiliser; take h."
             )
         field_flags = [("detach_state", carry.detach_state)]
         field_flags += [("zoneout_c", "c")] if carry.zoneout_c else []

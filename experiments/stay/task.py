@@ -26,6 +26,7 @@ from experiments.stay import generated
 from experiments.stay.settings import StaySettings
 from experiments.training.models import Decoder, SequenceModel, wide
 from experiments.training.permutation import batch_of_epoch
+from experiments.training.state import threefry_key
 from experiments.training.supervised import Batch, SupervisedTask
 from recurrent_gates import GRUD, RNN, Stack, gru_d_inputs
 from recurrent_gates.initializers import torch_linear_bias, torch_linear_kernel
@@ -206,7 +207,7 @@ class StayTask(StaySettings, SupervisedTask):
     def load(self) -> dict[str, Batch]:
         """What ``read`` returns: drawn, or the shapes of what is in files."""
         if self.generated:
-            keys = jax.random.split(jax.random.key(_GENERATED_KEY))
+            keys = jax.random.split(threefry_key(_GENERATED_KEY))
             return {
                 "validation": _sample_batch(keys[0], _GENERATED_VALIDATION),
                 "test": _sample_batch(keys[1], _GENERATED_TEST),

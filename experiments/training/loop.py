@@ -356,7 +356,7 @@ class _Run:
             return {}
         rows = list(read_rows(self._work.metrics))
         metrics = {
-            metric.name: _statistics(config, metric, _numbers(scores[metric.name], diverged))
+            metric.name: _statistics(config, metric, scores[metric.name], diverged)
             for metric in config.task.metrics
         }
         timing = list(read_rows(self._work.timing))
@@ -365,7 +365,7 @@ class _Run:
             headline = config.task.metrics[0]
             value = np.atleast_1d(best_value)
             value = value * (1 if headline.higher_is_better else -1)
-            statistics = _statistics(config, headline, _numbers(value, diverged))
+            statistics = _statistics(config, headline, value, diverged)
             best[learner.watched] = {headline.name: statistics}
         return {
             "metrics": metrics,
@@ -427,8 +427,11 @@ def _numbers(values: Any, diverged: np.ndarray) -> list[float | None]:
     ]
 
 
-def _statistics(config: Config, metric: Metric, values: list[float | None]) -> dict[str, Any]:
-    """Mean, extremes and each lane's value; a diverged lane counts as infinitely bad."""
+def _statistics(
+    config: Config, metric: Metric, scores: Any, diverged: np.ndarray
+) -> dict[str, Any]:
+    """Mean, extremes and each lane's value; one without a number counts as infinitely bad."""
+    values = _numbers(scores, diverged)
     alive_values = [value for value in values if value is not None]
     complete = len(alive_values) == len(values)
     worst_is_min = metric.higher_is_better
@@ -437,8 +440,10 @@ def _statistics(config: Config, metric: Metric, values: list[float | None]) -> d
         "min": min(alive_values) if alive_values and (complete or not worst_is_min) else None,
         "max": max(alive_values) if alive_values and (complete or worst_is_min) else None,
         "per_run": [
-            {"seed": seed, "learning_rate": rate, "value": value, "diverged": value is None}
-            for (seed, rate), value in zip(config.training.lanes, values, strict=True)
+            {"seed": seed, "learning_rate": rate, "value": value, "diverged": bool(bad)}
+            for (seed, rate), value, bad in zip(
+                config.training.lanes, values, diverged, strict=True
+            )
         ],
     }
 
@@ -468,7 +473,8 @@ def _summary_lines(config: Config, summary: dict[str, Any]) -> list[str]:
         scored_on = "best held-out"  # chosen by the set that it is of
     lines = []
     for run in runs:
-        value = "diverged *" if run["diverged"] else number(run["value"])
+        value = "not finite *" if run["value"] is None else number(run["value"])
+        value = "diverged *" if run["diverged"] else value
         lines.append(
             f"{scored_on} {metric.name}: {value} ({metric.baseline_name} {metric.baseline:.4g}; "
             f"seed {run['seed']}, learning rate {run['learning_rate']:g})"

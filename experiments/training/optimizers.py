@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -92,18 +93,24 @@ class Halving(NamedTuple):
     def initial(cls) -> Halving:
         return cls(jnp.float32(1), jnp.float32(0), jnp.int32(0), jnp.float32(jnp.inf))
 
-    def after(self, loss: jax.Array, step: jax.Array, batch_size: int, every: int) -> Halving:
+    def after(
+        self, loss: jax.Array | None, step: jax.Array, batch_size: int, every: int
+    ) -> Halving:
         """The state after a step: halved if the loss got worse at a check (GATO, B.3).
 
         Args:
-          loss: of this step.
+          loss: of this step; None: it was left out, and a check that is due takes the others.
           step: its number, counted from 0.
           batch_size: examples per step.
           every: examples between checks; a check is due at the first step past each multiple.
         """
-        loss_sum, losses = self.loss_sum + loss, self.losses + 1
-        mean = loss_sum / losses.astype(jnp.float32)
-        due = (step + 1) * batch_size // every > step * batch_size // every
+        loss_sum, losses = self.loss_sum, self.losses
+        if loss is not None:
+            loss_sum, losses = loss_sum + loss, losses + 1
+        mean = loss_sum / jnp.maximum(losses, 1).astype(jnp.float32)
+        # Checks repeat with this many steps; examples are more than an int32 holds.
+        step %= every // math.gcd(batch_size, every)
+        due = (step * batch_size % every + batch_size >= every) & (losses > 0)
         worse = due & (mean > self.previous)
         return Halving(
             scale=jnp.where(worse, self.scale / 2, self.scale),

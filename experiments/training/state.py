@@ -108,6 +108,15 @@ class Purpose(enum.IntEnum):
     UPDATE = 5
 
 
+def threefry_key(seed: int | jax.Array) -> jax.Array:
+    """The key of a seed, whatever ``jax_default_prng_impl`` says.
+
+    What other implementations draw for a row depends on which rows are drawn with it, and so on
+    the number of devices.
+    """
+    return jax.random.key(seed, impl="threefry2x32")
+
+
 def key_of(lane: Lane, purpose: Purpose) -> jax.Array:
     """A lane's key for a purpose."""
-    return jax.random.fold_in(jax.random.key(lane.seed), int(purpose))
+    return jax.random.fold_in(threefry_key(lane.seed), int(purpose))

@@ -198,6 +198,11 @@ class Update:
             return new
         # The window is over, and what was learnt of it is not: its stream is as drawn.
         skipped_state = state._replace(stream=stream, faults=new.faults)
+        if state.halving is not None:
+            skipped_halving = state.halving.after(
+                None, step, training.batch_size, training.halve_every
+            )
+            skipped_state = skipped_state._replace(halving=skipped_halving)
         return jax.tree.map(lambda old, new: jnp.where(fault >= 0, old, new), skipped_state, new)
 
     def _summed(self, totals: dict[str, Total], sums: Mapping[str, Total]) -> dict[str, Total]:

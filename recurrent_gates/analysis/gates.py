@@ -12,6 +12,7 @@ from recurrent_gates import checks
 from recurrent_gates.analysis.trajectories import carry_dtype, trajectory
 from recurrent_gates.base import Carry, Cell, Params
 from recurrent_gates.shapes import expand
+from recurrent_gates.slstm import SLSTM
 
 
 @functools.partial(jax.jit, static_argnames="cell")
@@ -104,9 +105,14 @@ def initial_timescales(
 
     Raises:
       TypeError: if ``cell`` is not a ``Cell``.
-      ValueError: if the cell names no such gate, or ``key`` is not one PRNG key.
+      ValueError: if the cell names no such gate, or has an exponential one, or ``key`` is not one
+        PRNG key.
     """
     checks.cell("initial_timescales", cell, Cell)
+    if isinstance(cell, SLSTM) and cell.forget == "exp":
+        raise ValueError(
+            "An exponential forget gate is no share that is kept: it has no timescale."
+        )
     checks.key("key", key)
     return _initial_timescales(cell, key, gate, checks.in_features(in_features), draws)
 

@@ -53,6 +53,7 @@ from recurrent_gates.backends.shared.products import (
     step_gradients,
     step_product,
 )
+from recurrent_gates.backends.shared.refusal import nonlinear_gradient
 from recurrent_gates.backends.shared.rows import projected
 from recurrent_gates.carry import get_field
 from recurrent_gates.declared import (
@@ -93,7 +94,7 @@ def unsupported(loop: Loop) -> str | None:
         get_field(loop.carry, fn.field)  # an unknown field is an error under any backend
         if cell.sums is not None and not fn.elementwise:
             return f"{type(fn).__name__} may read or change sums, which are formed after the loop."
-    return unnamed_field(loop)
+    return unnamed_field(loop) or (None if cell.sums is None else nonlinear_gradient(loop))
 
 
 def chunk(loop: Loop) -> int | None:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from recurrent_gates import target
-from recurrent_gates.backends.shared.refusal import refuse_derivative
+from recurrent_gates.backends.shared.refusal import nonlinear_gradient, refuse_derivative
 from recurrent_gates.backends.shared.rows import projected
 from recurrent_gates.carry import CarryFn, Detach, Zoneout, get_field
 from recurrent_gates.declared import Carry, is_inexact, outdated, redefined
@@ -65,7 +65,7 @@ def unsupported(loop: Loop) -> str | None:
         chooses = fn.chooses and (noise is not None or type(fn) is Zoneout)
         if not fn.elementwise or (fn.changes_values and not chooses):
             return f"{type(fn).__name__} may not be linear in the carry, unit by unit."
-    return None
+    return nonlinear_gradient(loop)
 
 
 def chunk(loop: Loop) -> int | None:
@@ -338,7 +338,7 @@ def _composed(
     """The map of each block, (a, b) ``[N, ...]``; b of the first is what it makes of the start."""
     count, length = inputs[0].shape[:2]
     first = count - 1 if traversal.reverse else 0
-    zeros = tuple(jnp.zeros_like(x, shape=(count, *x.shape)) for x in start)
+    zeros = tuple(jnp.zeros_like(x[:, 0]) for x in inputs)  # cut along a mesh as these are
     value = tuple(zero.at[first].set(x) for zero, x in zip(zeros, start, strict=True))
     columns = tuple(
         tuple(jnp.ones_like(zero) if m == n else zero for m, zero in enumerate(zeros))

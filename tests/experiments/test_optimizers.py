@@ -149,6 +149,26 @@ def test_halving_rule_keeps_the_rate_on_a_tie():
     assert halved([2, 2, 2, 2], batch_size=5, every=5) == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("skipped", [0, 5, 7])
+def test_halving_rule_without_a_loss(skipped):
+    """Means of the others: 1 of four, 2 of the next four. Step 7 is one of a check."""
+    losses = [1.0] * 4 + [2.0] * 4 + [0.1] * 4
+    rule = Halving.initial()
+    for step, loss in enumerate(losses):
+        rule = rule.after(None if step == skipped else jnp.float32(loss), jnp.int32(step), 10, 40)
+    assert float(rule.scale) == 0.5
+    alone = Halving.initial().after(None, jnp.int32(3), 10, 40)  # nothing to take
+    assert (float(alone.scale), float(alone.previous)) == (1.0, math.inf)
+
+
+def test_halving_rule_counts_more_examples_than_an_int32_holds():
+    first = 2**31 // 1024 - 2  # of the steps, after which a check is due at every other one
+    rule = Halving.initial()._replace(previous=jnp.float32(0))
+    for step in range(first, first + 4):
+        rule = rule.after(jnp.float32(step), jnp.int32(step), 1024, 2048)
+    assert float(rule.scale) == 0.25
+
+
 def test_halving_rule_is_per_lane():
     def step(rule, loss, step):
         return rule.after(loss, step, 5, 5)

@@ -458,6 +458,15 @@ def test_a_run_of_an_earlier_version_is_read_and_does_not_go_on(run, capsys):
         loop.run(tiny(), run)
 
 
+def test_another_schedule_is_told_by_its_name(tmp_path):
+    """The identity has the number of steps only where the schedule depends on it."""
+    with contextlib.closing(Workdir(tmp_path)) as work:
+        work.claim(tiny())
+    sentence = r"\(schedule is constant there and cosine here\)"
+    with contextlib.closing(Workdir(tmp_path)) as work, pytest.raises(UserError, match=sentence):
+        work.claim(tiny(schedule="cosine"))
+
+
 def test_a_run_that_left_its_forget_bias_to_an_r_gate_goes_on(tmp_path):
     """An earlier version recorded null for the cell's own 1; of a plain gate it is no number."""
     for cell, goes_on in (("r_lstm", True), ("lstm", False)):

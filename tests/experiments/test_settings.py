@@ -1,7 +1,9 @@
 """Every protocol's settings and parameter counts, and what makes a run another run."""
 
 import hashlib
+import importlib
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -383,8 +385,14 @@ def test_recurrent_weights_in_blocks_are_asked_for(cell):
 
 def test_a_memory_in_changing_units_is_not_zoned_out():
     assert build_cell(tiny(cell="slstm", zoneout_h=0.1, heads=2).model).heads == 2
-    with pytest.raises(UserError, match="--zoneout_c: c of slstm is in units"):
-        tiny(cell="slstm", zoneout_c=0.1)
+    for flag, settings in {
+        "zoneout_c": {"zoneout_c": 0.1},
+        "detach_state=n": {"detach_prob": 0.25, "detach_state": "n"},
+        "detach_state=c": {"damp_prob": 0.25, "detach_state": "c"},
+    }.items():
+        with pytest.raises(UserError, match=f"--{flag}: c and n of slstm are in units of exp"):
+            tiny(cell="slstm", **settings)
+    assert tiny(cell="slstm", detach_prob=0.25)
 
 
 def test_only_h_detachs_copy_keeps_the_last_of_equals():
@@ -407,6 +415,32 @@ def test_a_schedule_that_needs_the_length_is_part_of_the_identity():
     assert tiny(schedule="cosine", steps=6).hash() != tiny(schedule="cosine", steps=4).hash()
     warm = {"schedule": "warmup", "warmup_steps": 3}
     assert tiny(**warm, steps=6).hash() == tiny(**warm, steps=4).hash()
+
+
+OWN = """import recurrent_gates as rg
+
+
+class Leaky(rg.JANET):
+    decay: float = {decay}
+"""
+
+
+def test_a_cell_of_one_s_own_is_known_by_its_program(tmp_path, monkeypatch):
+    """An edited cell is another configuration; comments and blank lines are none."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # which goes by seconds
+    path = tmp_path / "own_program.py"
+
+    def digest(text):
+        path.write_text(text)
+        sys.modules.pop("own_program", None)
+        importlib.invalidate_caches()
+        return tiny(cell="own_program:Leaky").hash()
+
+    first = digest(OWN.format(decay=0.9))
+    assert digest("# Mine.\n\n" + OWN.format(decay=0.9)) == first
+    assert digest(OWN.format(decay=0.1)) != first
+    assert "model.cell_source" not in tiny().identity()
 
 
 def test_a_setting_that_is_new_changes_no_older_run():

@@ -77,7 +77,7 @@ def _loaded(cell: str) -> ctypes.CDLL:
     of them can load it.
     """
     path = _built(cell)
-    unloadable = path.with_suffix(".unloadable")
+    unloadable = path.with_name(path.name.rpartition("-")[0] + ".unloadable")
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
@@ -96,17 +96,28 @@ def _loaded(cell: str) -> ctypes.CDLL:
 
 
 def _built(cell: str) -> pathlib.Path:
-    """The library of a cell, compiled if there is none yet."""
+    """The library of a cell, compiled if there is none yet; one that is damaged is removed.
+
+    To load half of a library, as a power failure may leave it, can end the process. So the name
+    says what the content is: ``CELL-DEPENDENCIES-CONTENT.so``.
+    """
     if os.environ.get(_SWITCH) == "0":
         raise UnavailableError(f"{_SWITCH}=0 turns kernels off.")
     compiler = _compiler()
     file, cell_type = CELLS[cell]
     command = [*compiler, *_FLAGS, _for_this_processor(), f"-DRG_CELL={cell_type}"]
     command += [f"-I{jax.ffi.include_dir()}", str(_SOURCES / file)]
-    path = _directory() / f"{cell}-{_digest(compiler, command)}.so"
-    if not path.exists():
-        _compile(cell, command, path)
-    return path
+    name = f"{cell}-{_digest(compiler, command)}"
+    for path in sorted(_directory().glob(f"{name}-*.so")):
+        with contextlib.suppress(OSError):
+            if path.name == _named(name, path):
+                return path
+            path.unlink(missing_ok=True)
+    return _compile(name, command, _directory())
+
+
+def _named(name: str, path: pathlib.Path) -> str:
+    return f"{name}-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}.so"
 
 
 def _compiler() -> list[str]:
@@ -157,17 +168,19 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(names)}))
 
 
-def _compile(cell: str, command: list[str], path: pathlib.Path) -> None:
+def _compile(name: str, command: list[str], directory: pathlib.Path) -> pathlib.Path:
     """Compiles into a file of its own and moves it into place: others may do the same."""
-    _LOGGER.info("compiling the kernels of %s, once, into %s", cell, path)
+    _LOGGER.info("compiling the kernels %s, once, into %s", name, directory)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-            file = pathlib.Path(directory) / "kernels.so"
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory) as folder:
+            file = pathlib.Path(folder) / "kernels.so"
             _output([*command, "-o", str(file)])
+            path = directory / _named(name, file)
             _publish(file, path)
     except OSError as error:
-        raise UnavailableError(f"kernels cannot be written to {path.parent}: {error}.") from None
+        raise UnavailableError(f"kernels cannot be written to {directory}: {error}.") from None
+    return path
 
 
 def _publish(file: pathlib.Path, path: pathlib.Path) -> None:

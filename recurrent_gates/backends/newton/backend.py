@@ -30,7 +30,7 @@ from recurrent_gates.backends.shared.accumulation import (
     summing,
     unnamed_field,
 )
-from recurrent_gates.backends.shared.refusal import refuse_derivative
+from recurrent_gates.backends.shared.refusal import nonlinear_gradient, refuse_derivative
 from recurrent_gates.base import Cell, feed_back
 from recurrent_gates.carry import get_field
 from recurrent_gates.declared import Carry, Params, Slots, outdated, summed_fields
@@ -74,7 +74,7 @@ def unsupported(loop: Loop) -> str | None:
             name = type(fn).__name__
             subject = f"the mean of {name.lower()}" if fn.chooses else name
             return f"{subject} on a field that accumulates is no sum."
-    return unnamed_field(loop)
+    return unnamed_field(loop) or nonlinear_gradient(loop)
 
 
 def chunk(loop: Loop) -> int | None:

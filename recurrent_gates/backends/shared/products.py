@@ -289,27 +289,34 @@ def step_gradients(
 
     numbers = {name: x for name, x in moment.apart.items() if is_inexact(x)}
 
-    def replay(prev: Carry, reset_carry: Carry, pre: Slots, numbers: Slots) -> Carry:
+    def read(prev: Carry, reset_carry: Carry) -> Carry:
+        carry = select(moment.stream.resets, reset_carry, prev)
+        return apply_before(loop.carry_fns, moment.stream.noise, carry)
+
+    def replay(carry: Carry, prev: Carry, reset_carry: Carry, pre: Slots, numbers: Slots) -> Carry:
         apart = {**moment.apart, **numbers}
 
-        def update(carry: Carry) -> Carry:
-            def replayed(slot: str, x: jax.Array) -> jax.Array:
-                for index, leaf in enumerate(jax.tree.leaves(carry)):
-                    if leaf is x:
-                        direct[slot] = index
-                        return pre[slot]
-                return known_product(dtype, loop.params, pre[slot], slot, x)
+        def replayed(slot: str, x: jax.Array) -> jax.Array:
+            for index, leaf in enumerate(jax.tree.leaves(carry)):
+                if leaf is x:
+                    direct[slot] = index
+                    return pre[slot]
+            return known_product(dtype, loop.params, pre[slot], slot, x)
 
+        def update(_: Carry) -> Carry:  # of what is read, from which the gradient goes on below
             return declared(loop.settings.cell).update(carry, apart, replayed)
 
         return loop.replace(reset_carry=reset_carry).advance(update, prev, moment.stream)
 
-    _, pullback = jax.vjp(replay, moment.prev, loop.reset_carry, moment.pre, numbers)
-    d = StepCotangents(*pullback(d_new))
-    if not direct:
-        return d
-    d_read = _through_products(loop, product, dtype, moment, direct, d.pre, skip=skip)
-    d_prev, d_reset = _through_reads(loop, moment, d_read)
+    carry, read_pullback = jax.vjp(read, moment.prev, loop.reset_carry)
+    _, pullback = jax.vjp(replay, carry, moment.prev, loop.reset_carry, moment.pre, numbers)
+    d_carry, *rest = pullback(d_new)
+    d = StepCotangents(*rest)
+    if direct:
+        d_read = _through_products(loop, product, dtype, moment, direct, d.pre, skip=skip)
+        d_carry = add(d_carry, jax.tree.unflatten(jax.tree.structure(d_carry), d_read))
+    # Once, with all that has been read: a carry function's gradient need not be linear.
+    d_prev, d_reset = read_pullback(d_carry)
     return d._replace(prev=add(d.prev, d_prev), reset_carry=add(d.reset_carry, d_reset))
 
 
@@ -337,18 +344,6 @@ def _through_products(
         return derivative(d_pre)
     zeros = [jnp.zeros_like(a) for a in jax.tree.leaves(moment.prev)]
     return jax.lax.cond(is_detached, lambda _: zeros, derivative, d_pre)  # h-detach: none passes
-
-
-def _through_reads(loop: Loop, moment: Moment, d_read: list[jax.Array]) -> tuple[Carry, Carry]:
-    """The cotangents of the carry before a step and of the reset carry, from those of what the
-    step read."""
-
-    def step_inputs(prev: Carry, reset_carry: Carry) -> list[jax.Array]:
-        carry = select(moment.stream.resets, reset_carry, prev)
-        return jax.tree.leaves(apply_before(loop.carry_fns, moment.stream.noise, carry))
-
-    _, pullback = jax.vjp(step_inputs, moment.prev, loop.reset_carry)
-    return pullback(d_read)
 
 
 def _detached(loop: Loop, moment: Moment, leaves: set[int]) -> jax.Array | None:

@@ -49,11 +49,10 @@ def page() -> str:
         for name, setting in declarations.items():
             if name not in shared_names:
                 lines.append(f"| `--{setting.flag}` | {setting.meaning} | {setting.usual} |")
-        lines += ["", "Defaults that differ between protocols:", ""]
-        for setting in declarations.values():
-            text = defaults_text(experiment, setting)
-            if "(" in text:
-                lines.append(f"- `--{setting.flag}`: {text}")
+        texts = {s.flag: defaults_text(experiment, s) for s in declarations.values()}
+        differing = [f"- `--{flag}`: {text}" for flag, text in texts.items() if "(" in text]
+        if differing:
+            lines += ["", "Defaults that differ between protocols:", "", *differing]
     return "\n".join(lines) + "\n"
 
 

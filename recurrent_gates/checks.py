@@ -183,9 +183,17 @@ def cell(name: str, value: Any, base: type) -> None:
         hint = f"wrap {type(value).__name__} in FlaxCell"
     elif isinstance(value, nn.Module):
         hint = "a layer has an apply of its own"
+    elif isinstance(value, functools.partial):
+        raise TypeError(f"{name} needs a cell, got the factory of one: call it, CELLS['lstm'](32).")
     else:
         hint = "LSTM(32), say"
     raise TypeError(f"{name} needs a recurrent_gates cell, got {described(value)}: {hint}.")
+
+
+def unbound(name: str, value: Any, base: type) -> Any:
+    """A cell without variables, as it can be hashed: Flax binds one that is part of a module."""
+    cell(name, value, base)
+    return value if value.scope is None else value.copy(parent=None)
 
 
 def key(name: str, value: Any) -> None:
@@ -432,6 +440,17 @@ def sequence(xs: Any) -> None:
         )
 
 
+def rising(name: str, times: jax.Array, resets: Any) -> None:
+    """Times that do not go back, where their values are known; NaN says nothing."""
+    values = _concrete(times)
+    if values is None or resets is not None or not len(values):
+        return
+    back = np.argwhere(np.diff(values, axis=0) < 0)
+    if len(back):
+        step = int(back[0, 0]) + 1
+        raise ValueError(f"{name} must rise, but step {step} is before the one before it.")
+
+
 def one_array(x: Any) -> None:
     """Inputs of one array, numbers in lists included, and not a list of arrays."""
     listed = isinstance(x, (list, tuple)) and any(is_array(leaf) for leaf in x)
@@ -518,6 +537,8 @@ def carry_fns(value: Any, base: type) -> tuple[Any, ...]:
             raise ValueError(
                 f"carry_fns must hold carry functions such as Detach(0.25), got {described(fn)}."
             )
+        if jax.tree_util.all_leaves([fn]):
+            raise ValueError(f"{type(fn).__name__} needs the decorator @flax.struct.dataclass.")
     return tuple(value)
 
 

@@ -61,6 +61,7 @@ def gru_d_inputs(values: jax.Array, times: jax.Array, resets: jax.Array | None =
         )
     if times.shape != values.shape[:-1]:
         raise ValueError(f"times must have shape {values.shape[:-1]}, got {times.shape}.")
+    checks.rising("times", times, resets)
     starts = checks.mask("resets", resets, times.shape[0], times.shape[1:])
     starts = jnp.zeros(times.shape, bool) if starts is None else starts
 

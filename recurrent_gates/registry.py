@@ -27,7 +27,7 @@ class UnknownCellError(KeyError):
 
 class _Registry(dict[str, Callable[..., Cell]]):
     def __missing__(self, name: str) -> Callable[..., Cell]:
-        matches = difflib.get_close_matches(str(name), self, n=3, cutoff=0.4)
+        matches = difflib.get_close_matches(str(name).lower(), self, n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(matches)}?" if matches else f"known: {', '.join(self)}."
         raise UnknownCellError(f"There is no cell named {name!r}; {hint}")
 

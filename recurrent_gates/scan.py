@@ -258,7 +258,7 @@ def unroll(
     """Runs a cell over a sequence.
 
     Args:
-      cell: an unbound cell; inside a Flax module pass ``cell.copy(parent=None)``.
+      cell: a cell; one that is bound, inside a Flax module, is copied without its variables.
       params: its parameters, ``cell.init_params(key, D)``.
       xs: inputs ``[T, *batch, D]``, or a tree of them. Without a carry, the batch is what the
         shapes of all leaves have in common after T, their last axes left out.
@@ -302,7 +302,7 @@ def unroll(
         if a carry function draws and there is neither key nor noise, or if the backend does not
         serve the request.
     """
-    checks.cell("unroll", cell, Cell)
+    cell = checks.unbound("unroll", cell, Cell)
     checks.sequence(xs)
     params, xs = _of_jax(params), _of_jax(xs)
     shape = sequence_shape(cell, params, xs, reset_carry if carry is None else carry)

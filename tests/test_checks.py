@@ -51,7 +51,7 @@ MISTAKES = {
     "unroll of a class": (lambda: run(rg.LSTM, PARAMS, XS), "cell", "class LSTM"),
     "unroll of a foreign cell": (lambda: run(nn.LSTMCell(F), PARAMS, XS), "cell", "FlaxCell"),
     "unroll of a layer": (lambda: run(LAYER, PARAMS, XS), "cell", "RNN"),
-    "unroll of a factory": (lambda: run(rg.CELLS["lstm"], PARAMS, XS), "cell", "partial"),
+    "unroll of a factory": (lambda: run(rg.CELLS["lstm"], PARAMS, XS), "cell", "factory of one"),
     "RNN of a class": (lambda: rg.RNN(rg.LSTM), "cell", "class LSTM"),
     "RNN of a name": (lambda: rg.RNN("lstm"), "cell", "'lstm'"),
     "RNN of a number": (lambda: rg.RNN(32), "cell", "32"),

@@ -166,3 +166,11 @@ def test_contract(x32):
     away = nn.initializers.uniform(1.0)  # rates near 0 are at a corner, for finite differences
     check_cell(rg.GRUD(FEATURES, decay_init=away), 6)
     check_replay(rg.GRUD(FEATURES), 6)
+
+
+def test_times_that_go_back_are_one_sentence():
+    values = np.ones((3, 2, 4), np.float32)
+    times = np.array([[0.0, 0.0], [1.0, 2.0], [2.0, 1.5]])
+    with pytest.raises(ValueError, match="times must rise, but step 2 is before the one before it"):
+        rg.gru_d_inputs(values, times)
+    rg.gru_d_inputs(values, times, np.array([[0, 0], [0, 0], [0, 1]], bool))  # another sequence

@@ -5,6 +5,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 
 import recurrent_gates as rg
 from tests.support import array, assert_close, assert_identical, parameters
@@ -112,3 +113,32 @@ def test_leaves_that_do_not_fit_are_one_sentence(leaf, batch):
     with pytest.raises(ValueError, match="xs") as error:
         rg.unroll(cell, params, xs, cell.initial(batch))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gato1", "mingru"])
+def test_a_cell_that_is_part_of_a_module_runs(name, x32):
+    """Flax binds it, and what is bound cannot be hashed."""
+
+    class Model(nn.Module):
+        cell: rg.Cell
+
+        @nn.compact
+        def __call__(self, xs):
+            return rg.unroll(self.cell, self.cell.weights(xs.shape[-1]), xs)[1]
+
+    cell, xs = rg.CELLS[name](4), jnp.ones((5, 2, 3), jnp.float32)
+    model = Model(cell)
+    held = model.init(jax.random.key(0), xs)
+    params = held["params"]["cell"]
+    assert_identical(model.apply(held, xs), rg.unroll(cell, params, xs)[1])
+
+
+def test_a_carry_function_without_its_decorator_is_one_sentence(x32):
+    class Scale(rg.CarryFn):
+        def before(self, noise_t, carry):
+            return carry
+
+    cell, xs = rg.LSTM(4), jnp.ones((5, 2, 3), jnp.float32)
+    params = cell.init_params(jax.random.key(0), 3)
+    with pytest.raises(ValueError, match=r"^Scale needs the decorator @flax.struct.dataclass.$"):
+        rg.unroll(cell, params, xs, carry_fns=[Scale(0.5)])

@@ -266,8 +266,8 @@ def help_text(usage: str, define: Define, experiment: Experiment | None = None) 
     for name in values:
         flag = values[name]
         choices = getattr(flag.parser, "_choices", ())
-        value = "" if flag.boolean else f"={'|'.join(choices) if choices else name.upper()}"
-        lines.append(f"  --{name}{value}")
+        value = f"={'|'.join(choices) if choices else name.upper()}"
+        lines.append(f"  --[no]{name}" if flag.boolean else f"  --{name}{value}")
         lines.append(f"      {flag.help}")
         if experiment is not None and name in by_flag:
             lines.append(f"      {_limits_and_defaults(experiment, by_flag[name])}")

@@ -5,6 +5,7 @@ Little is imported before ``main`` has begun: until then an interrupt is a trace
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -61,7 +62,12 @@ def main(
     def flags_parser(argv: Sequence[str]) -> dict[str, Any]:
         absl_flags.FLAGS(argv[:1])  # absl's own stay at their defaults
         if HELP & set(argv[1:]):
-            print(flags.help_text(usage, define, experiment))
+            with contextlib.suppress(BrokenPipeError):  # whoever read it, such as head, has enough
+                print(flags.help_text(usage, define, experiment), flush=True)
+                sys.exit(0)
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # or Python says it again
             sys.exit(0)
         return _parse(name, argv, define, bool(arguments))
 

@@ -179,13 +179,16 @@ class Workdir:
           began: whether it has been trained before.
 
         Returns:
-          A sentence if that was on other devices or another mesh, else None.
+          A sentence if that was on other devices, another mesh or another backend, else None.
         """
         if (summary := self.read_json("summary.json")) is not None:
             path, archive = self.path / "summary.json", f"summary-{summary.get('steps')}.json"
             with written(path):
                 os.replace(path, self.path / archive)
-        previous, current = self.read_json(_CONFIG), _origin()
+        previous = self.read_json(_CONFIG)
+        old_settings = previous.get("config", {})
+        previous = {"backend": old_settings.get("model", {}).get("backend"), **previous}
+        current = {**_origin(), "backend": config.model.backend}
         origins = [{name: previous.get(name) for name in current}, *previous.get("continued", [])]
         if not began:
             origins = [current]
@@ -196,17 +199,17 @@ class Workdir:
         other_devices = {
             origin["device"]: None for origin in origins if origin["device"] != current["device"]
         }
-        old_mesh, mesh = (
-            previous.get("config", {}).get("training", {}).get("mesh"),
-            config.training.mesh,
-        )
         if other_devices:
             change = f"on {' and '.join(other_devices)} and goes on on {current['device']}"
-        elif began and old_mesh not in (None, mesh):
-            change = f"with --mesh={old_mesh} and goes on with --mesh={mesh}"
-        else:
-            return None
-        return f"this run was trained {change}: its last bits will differ."
+            return f"this run was trained {change}: its last bits will differ."
+        for flag, old, new in (
+            ("mesh", old_settings.get("training", {}).get("mesh"), config.training.mesh),
+            ("backend", origins[-2]["backend"] if origins[1:] else None, config.model.backend),
+        ):
+            if began and old not in (None, new):
+                change = f"with --{flag}={old} and goes on with --{flag}={new}"
+                return f"this run was trained {change}: its last bits will differ."
+        return None
 
     def summary(self) -> dict[str, Any] | None:
         """What a finished run leaves; None if it is not finished, or has gone on since.

@@ -7,6 +7,7 @@ figures are made anew from all that is in ``docs/results``.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ def begin(flag_values: dict[str, Any]) -> None:
       UserError: if a wish cannot be met.
     """
     from experiments.command import tables
+    from experiments.records.reporting import say
     from experiments.results import figure, page, records
 
     directory = Path(flag_values.get("directory", "docs/results"))
@@ -47,6 +49,10 @@ def begin(flag_values: dict[str, Any]) -> None:
         records.add(
             workdirs, directory, flag_values["to"], bool(flag_values.get("unfinished", False))
         )
+        name = flag_values["to"]
+        pattern = re.compile(rf"^\{{\w+ {name}\b", re.MULTILINE)
+        if not any(pattern.search(section.read_text()) for section in directory.glob("*.md")):
+            say(f"no page shows {name}: put a line {{runs {name}}} into one of {directory}/*.md")
     path = directory.parent / "RESULTS.md"
     tables.write(path, page.text(directory))
     print(path)

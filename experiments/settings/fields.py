@@ -21,7 +21,7 @@ from experiments.settings.errors import UserError
 
 TINY, HUGE = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # float32's smallest normal and largest number
 _INTEGERS = 2**31
-_NOUNS = {int: "a whole number", float: "a finite number", bool: "yes or no", str: "a text"}
+_NOUNS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}
 
 
 class Sourced(NamedTuple):

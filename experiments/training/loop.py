@@ -260,6 +260,8 @@ class _Run:
                         compiling = {}
                     if self._due(step) and self._finished(step, state):  # its row is written
                         self._end_profile()
+                        if step < steps and is_first():
+                            say(f"ended at step {step}: {self._reason(state)}")
                         return state
                     step_count = stop.agree(step_count)
                     end = min(step + step_count, step - step % interval + interval, steps)
@@ -278,6 +280,12 @@ class _Run:
                 if step != saved_step:
                     self._save(step, state)
                 raise
+
+    def _reason(self, state: State) -> str:
+        """Why a run ends before its last step."""
+        if (np.atleast_1d(self._learner.mesh.fetch(state.diverged_at)) >= 0).all():
+            return "every seed has diverged."
+        return "every seed has diverged or run out of --patience."
 
     def _illustrations(self, state: State) -> Mapping[str, str]:
         """The first process's; all of them call this, and bring the parameters together."""

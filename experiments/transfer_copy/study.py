@@ -161,7 +161,7 @@ def evaluate(
             accuracy = accuracies(finished_run, delay)
             for name, lanes in lanes_by_label.items():
                 results[name]["accuracy"][str(delay)] = accuracy[lanes]
-                say(f"{name}, delay {delay}: accuracy {_percent(accuracy[lanes])}")
+                say(f"{name}, delay {delay}: accuracy in %: {_percent(accuracy[lanes])}")
     tables.write(directory / "transfer.json", json.dumps(results, indent=2) + "\n")
     table = markdown(results)
     tables.write(directory / "transfer.md", table + "\n")

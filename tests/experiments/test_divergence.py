@@ -125,6 +125,11 @@ def test_a_run_that_is_to_stop_ends_with_a_sentence_and_keeps_what_was_saved(tmp
     assert all(np.isfinite(leaf).all() for name, leaf in saved.items() if name.startswith("params"))
 
 
+def test_a_run_whose_seeds_have_all_diverged_says_why_it_ends(tmp_path, capsys):
+    assert loop.run(tiny(learning_rates=(1e30,), steps=8), tmp_path)["steps"] < 8
+    assert "ended at step 2: every seed has diverged.\n" in capsys.readouterr().out
+
+
 @pytest.mark.long
 def test_a_seed_that_is_marked_is_named_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loop, "_CHECKPOINT_SECONDS", -1.0)

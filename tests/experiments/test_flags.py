@@ -3,6 +3,8 @@
 import functools
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 from absl.flags import Error
@@ -13,7 +15,7 @@ from experiments.pixels.settings import PIXELS
 from experiments.settings.errors import StorageError, UserError
 from experiments.training import learner
 from tests.experiments import support
-from tests.experiments.support import run_binary
+from tests.experiments.support import ROOT, run_binary
 
 SHARED = [
     "cell",
@@ -225,12 +227,21 @@ def test_help_lists_the_flags_and_imports_no_jax():
     done = run_binary("--help")
     assert (done.returncode, done.stderr) == (0, "")
     for flag in [*SHARED, "loss_on", "inputs", "optimizer", "profile", "process_id"]:
-        assert f"\n  --{flag}" in done.stdout, flag
+        assert f"\n  --{flag}" in done.stdout or f"\n  --[no]{flag}" in done.stdout, flag
     assert "\n  --dtype=float32|bfloat16|float64\n      of the computation; par" in done.stdout
     rates = "0.004 (gato, small); 0.001 (ur, hdetach)"
     assert f"\n      a positive number; default: {rates}\n" in done.stdout
     source = "import experiments.copy.__main__, sys; sys.exit('jax' in sys.modules)"
     assert support.run_source(source).returncode == 0
+
+
+def test_help_that_is_read_in_part_is_no_error():
+    reader = "import sys; sys.stdin.readline()"
+    command = f"{sys.executable} -m experiments.copy --help | {sys.executable} -c '{reader}'"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_help_of_one_flag():
@@ -239,7 +250,8 @@ def test_help_of_one_flag():
     lines = text.splitlines()
 
     def of(flag):
-        place = next(i for i, line in enumerate(lines) if line.startswith(f"  --{flag}"))
+        starts = (f"  --{flag}", f"  --[no]{flag}")
+        place = next(i for i, line in enumerate(lines) if line.startswith(starts))
         return [line.strip() for line in lines[place : place + 3]]
 
     assert of("forget_bias") == [
@@ -254,7 +266,7 @@ def test_help_of_one_flag():
         == "at least 0 and below 1; default: 0 (ur, hdetach); 0.5 (ur_zoneout, small)"
     )
     assert of("decoder")[2].endswith("default: 256 (ur, ur_zoneout, small); none (hdetach)")
-    assert of("keep_best")[:1] == ["--keep_best"]
+    assert of("keep_best")[:1] == ["--[no]keep_best"]
     assert of("permutation=")[0] == "--permutation=scanline|bit_reversal|random"
 
 

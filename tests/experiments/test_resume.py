@@ -154,6 +154,16 @@ def test_raising_the_steps_goes_on(copied, tmp_path):
     assert json.loads((copied / "summary-4.json").read_text())["steps"] == 4
 
 
+def test_another_backend_is_said_and_kept(copied, capsys):
+    loop.run(tiny(steps=6, backend="scan"), copied)
+    change = (
+        "trained with --backend=auto and goes on with --backend=scan: its last bits will differ"
+    )
+    assert change in capsys.readouterr().out
+    document = json.loads((copied / "config.json").read_text())
+    assert (document["backend"], document["continued"][0]["backend"]) == ("auto", "scan")
+
+
 def test_a_finished_run_that_goes_on_is_not_finished(copied, monkeypatch):
     monkeypatch.setattr(loop, "stopping", stopping_at(0))
     assert loop.run(tiny(steps=6), copied) is None

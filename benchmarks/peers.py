@@ -287,10 +287,12 @@ def equinox_side(contender: Contender, size: Size, dtype: str) -> Side:
 
 
 def memax_side(contender: Contender, size: Size, dtype: str) -> Side:
-    """memax's LSTM or GRU by its own scan, vmapped over examples.
+    """memax's LSTM, GRU or LRU by its own scan, vmapped over examples.
 
     Its cells read as many inputs as they have units; their input maps are given ours.
     """
+    if contender.cell == "lru":
+        return _memax_lru(contender, size, dtype)
     import equinox as eqx
     import jaxtyping
 
@@ -337,6 +339,47 @@ def memax_side(contender: Contender, size: Size, dtype: str) -> Side:
         return ys
 
     return _in_jax(contender, size, dtype, pack, run, f"memax.{type(template).__name__}")
+
+
+def _memax_lru(contender: Contender, size: Size, dtype: str) -> Side:
+    import equinox as eqx
+    import jaxtyping
+
+    jaxtyping.config.update("jaxtyping_disable", True)
+    from memax.equinox.semigroups.lru import LRU
+
+    class FullSkip(LRU):
+        """Its D is a vector, ours a matrix."""
+
+        def backward_map(self, h: Any, x: Any, key: Any = None) -> jax.Array:
+            (_, state), (inputs, _) = h[0], x
+            return (jax.lax.complex(self.C_re, self.C_im) @ state).real + self.D @ inputs
+
+    with jax.numpy_dtype_promotion("standard"):
+        template = FullSkip(size.features, size.inputs, jax.random.key(0))
+    names = ("nu_log", "theta_log", "gamma_log", "B_re", "B_im", "C_re", "C_im", "D")
+
+    def pack(params: Any) -> list[jax.Array]:
+        vectors = [params[name] for name in ("nu", "theta", "gamma")]
+        maps = [
+            params[role][part] for role in ("kernel", "out_kernel") for part in ("real", "imag")
+        ]
+        return [*vectors, *(matrix.T for matrix in (*maps, params["skip"]))]
+
+    def run(weights: list[jax.Array], xs: jax.Array, carry: Any) -> jax.Array:
+        cell = eqx.tree_at(lambda c: [getattr(c, name) for name in names], template, weights)
+
+        def scan_example(state: jax.Array, xs: jax.Array) -> jax.Array:
+            start = (jnp.ones_like(state), state), jnp.zeros((), bool)
+            with jax.numpy_dtype_promotion("standard"):
+                ys: jax.Array = cell(start, (xs, jnp.zeros(len(xs), bool)))[1]
+            return ys
+
+        state = jax.lax.complex(carry.real, carry.imag)
+        ys: jax.Array = jax.vmap(scan_example, in_axes=(0, 1), out_axes=1)(state, xs)
+        return ys
+
+    return _in_jax(contender, size, dtype, pack, run, "memax.LRU")
 
 
 def jax_side(contender: Contender, size: Size, dtype: str) -> Side:
@@ -467,7 +510,7 @@ PEERS = {
     "equinox": Peer("equinox", ("lstm", "gru"), equinox_side, dtypes=("float32",)),
     "memax": Peer(
         "memax",
-        ("lstm", "gru"),
+        ("lstm", "gru", "lru"),
         memax_side,
         dtypes=("float32",),
         forms={"lstm": "plain output", "gru": "reset before"},

@@ -41,8 +41,10 @@ def test_a_peer_without_the_cell_runs_its_lstm():
 
 
 @pytest.mark.extras
-@pytest.mark.parametrize("name", ["haiku", "equinox", "memax"])
-@pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [*itertools.product(("haiku", "equinox", "memax"), ("lstm", "gru")), ("memax", "lru")],
+)
 def test_optional_peers_compute_what_we_do(name, cell):
     peer = peers.PEERS[name]
     theirs = peer.contender(cell)

@@ -112,7 +112,7 @@ def check_install(*arguments):
 
 
 def flags_of(module):
-    return set(re.findall(r"^  --(\w+)", output(module, "--help"), re.MULTILINE))
+    return set(re.findall(r"^  --(?:\[no\])?(\w+)", output(module, "--help"), re.MULTILINE))
 
 
 def check_experiment(module, *arguments):

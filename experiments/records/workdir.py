@@ -187,9 +187,12 @@ class Workdir:
                 os.replace(path, self.path / archive)
         previous = self.read_json(_CONFIG)
         old_settings = previous.get("config", {})
-        previous = {"backend": old_settings.get("model", {}).get("backend"), **previous}
+        backend = {"backend": old_settings.get("model", {}).get("backend")}
         current = {**_origin(), "backend": config.model.backend}
-        origins = [{name: previous.get(name) for name in current}, *previous.get("continued", [])]
+        origins: list[dict[str, Any]] = [
+            {name: {**backend, **origin}.get(name) for name in current}
+            for origin in (previous, *previous.get("continued", []))
+        ]
         if not began:
             origins = [current]
         elif origins[-1] != current:
@@ -204,7 +207,7 @@ class Workdir:
             return f"this run was trained {change}: its last bits will differ."
         for flag, old, new in (
             ("mesh", old_settings.get("training", {}).get("mesh"), config.training.mesh),
-            ("backend", origins[-2]["backend"] if origins[1:] else None, config.model.backend),
+            ("backend", origins[max(0, len(origins) - 2)]["backend"], config.model.backend),
         ):
             if began and old not in (None, new):
                 change = f"with --{flag}={old} and goes on with --{flag}={new}"

@@ -38,6 +38,8 @@ class _Row(Protocol):
     def finished(self) -> bool: ...
     @property
     def steps(self) -> list[int]: ...
+    @property
+    def budgets(self) -> list[str]: ...
     def statistics(self, metric: Metric, *, spread: bool = True) -> str: ...
 
 
@@ -165,8 +167,8 @@ def unsettled(row: _Row) -> list[str]:
         reasons.append(f"n = {row.n}")
     if not row.finished:
         reasons.append(f"unfinished at step {row.steps[-1]:,}")
-    elif len(row.steps) > 1:
-        reasons.append(f"budgets of {row.steps[0]:,} to {row.steps[-1]:,} steps")
+    if len(row.budgets) > 1:
+        reasons.append(f"budgets of {' and '.join(row.budgets)}")
     return reasons
 
 

@@ -81,6 +81,12 @@ class Row(NamedTuple):
         return all(run.finished for run in self.runs)
 
     @property
+    def budgets(self) -> list[str]:
+        """The lengths that their commands ask for."""
+        lengths = (re.findall(r"--(?:steps|epochs)=\S+", run.command) for run in self.runs)
+        return sorted({" ".join(words) or "the protocol's" for words in lengths})
+
+    @property
     def steps(self) -> list[int]:
         """The numbers of updates of its runs."""
         return sorted({run.step for run in self.runs})
@@ -146,7 +152,7 @@ def _figure_against(results: Results, setting: str, name: str, *words: str) -> F
         if not isinstance(row.runs[0].settings.get(setting), int | float):
             raise UserError(f"{name}.json has a run whose {setting} is no number, or not given.")
         # Which rate is best may differ along a line.
-        words_of_row = row.label.partition(" rate=")[0].split()
+        words_of_row = re.sub(r" rate=\S+ of \d+$", "", row.label).split()
         label = " ".join(word for word in words_of_row if not word.startswith(f"{setting}="))
         lines[label] = lines.get(label, ()) + row.runs
         counts.setdefault(label, set()).add(len(row.values))
@@ -219,10 +225,16 @@ def _runs(directory: Path, name: str, *words: str) -> str:
         f"device and revision: [results/{name}.json](results/{name}.json)"
     )
     shown_runs = [run for row in _matching_rows(name, results, words) for run in row.runs]
-    unrecorded = sum(not _REVISION.fullmatch(run.revision or "") for run in shown_runs)
+    unrecorded = sum(not _is_clean(run) for run in shown_runs)
     if unrecorded:
         source += f" ({unrecorded} of {len(shown_runs)} without a clean revision)"
     return f"{tables.markdown(head, body)}\n\n{source[0].upper()}{source[1:]}."
+
+
+def _is_clean(run: Record) -> bool:
+    """Whether commits say what trained it, from its start to its end."""
+    commits = [run.revision, *(origin["commit"] for origin in run.continued)]
+    return all(_REVISION.fullmatch(commit or "") for commit in commits)
 
 
 def _curve(directory: Path, name: str, *words: str) -> str:
@@ -299,7 +311,7 @@ def rows(results: Results, selection: Mapping[str, Any]) -> list[Row]:
         run
         for run in results.runs
         if all(
-            _value_text({"rate": run.rate, **run.settings}.get(name, "none")) == _value_text(value)
+            _value_text(_selectable(run).get(name, "none")) == _value_text(value)
             for name, value in selection.items()
         )
     ]
@@ -310,6 +322,10 @@ def rows(results: Results, selection: Mapping[str, Any]) -> list[Row]:
     differing = _differing([next(iter(rates.values()))[0] for rates in groups.values()])
     table_rows = [row for rates in groups.values() for row in _rows(rates, differing, results)]
     return sorted(table_rows, key=lambda row: _by_size(row.label))
+
+
+def _selectable(run: Record) -> dict[str, Any]:
+    return run.settings if run.rate is None else {"rate": run.rate, **run.settings}
 
 
 def _by_size(label: str) -> list[str | float]:
@@ -332,7 +348,9 @@ def _rows(
     runs = [run for rate_runs in rates.values() for run in rate_runs]
     if len(rates) == 1:
         return [_row(runs, differing)]
-    if any(run.watched in (None, run.values) for run in runs):
+    scored_runs = [run for run in runs if run.values != [None] * len(run.values)]
+    is_separate = any(run.watched != run.values for run in scored_runs)
+    if not is_separate or any(run.watched is None for run in runs):
         return [_row(rates[rate], differing, f"rate={rate:g}") for rate in rates]
     sign = 1 if results.metric.higher_is_better else -1
 

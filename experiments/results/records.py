@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ class Record:
       command: that makes it.
       device: that it was made on.
       revision: of this repository at its start, as ``git describe`` says; None: not recorded.
-      continued: the commit and the device of each later start that differed from the one before.
+      continued: commit, device and backend of each later start that differed from the one before.
       identity: digest of all settings in effect but for those left out of ``settings``; None: not
         recorded.
       rate: its learning rate; None: that of the protocol.
@@ -241,10 +242,7 @@ def record(entry: table.Entry) -> Record:
         command=command(config.task.name, config.protocol, config.overrides),
         device=document["device"],
         revision=document.get("commit"),
-        continued=[
-            {name: origin.get(name) for name in ("commit", "device")}
-            for origin in document.get("continued", [])
-        ],
+        continued=_continuations(document),
         identity=row_digest(_identity(config, document), config.task),
         rate=entry.rate,
         watched=_watched(entry, summary, lanes),
@@ -254,12 +252,22 @@ def record(entry: table.Entry) -> Record:
     )
 
 
+def _continuations(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    names = ("commit", "device", "backend")
+    origins = [document, *document.get("continued", [])]
+    told = [{name: origin[name] for name in names if origin.get(name)} for origin in origins]
+    return [later for earlier, later in itertools.pairwise(told) if later != earlier]
+
+
 def _identity(config: Config, document: Mapping[str, Any]) -> dict[str, Any]:
     """What changes the mathematics of a run; a text that nothing else names, the user's own or
-    Python's of some version, is told by the digest that the run recorded."""
+    Python's of some version, is told by the digest that the run recorded, and so is a cell of the
+    user's own."""
     identity = config.identity_without_data()
     if identity.get("task.dataset") in ("own", "topics"):
         identity["task.content"] = document["identity"].get("task.content")
+    if "model.cell_source" in identity:
+        identity["model.cell_source"] = document["identity"].get("model.cell_source")
     return identity
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import hashlib
 import importlib
 import inspect
@@ -123,11 +124,16 @@ def source_digest(name: str) -> str | None:
       UserError: if there is no such cell.
     """
     _imported(name)
+    return _program_digest(sys.modules[name.partition(":")[0]])
+
+
+@functools.cache  # what was imported stays, whatever becomes of its file
+def _program_digest(module: Any) -> str | None:
     try:
-        source = inspect.getsource(sys.modules[name.partition(":")[0]])
+        source = inspect.getsource(module)
     except (OSError, TypeError):
         return None
-    return hashlib.sha256(ast.dump(ast.parse(source)).encode()).hexdigest()[:8]
+    return hashlib.sha256(ast.unparse(ast.parse(source)).encode()).hexdigest()[:8]
 
 
 def first_line(error: Exception) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -124,6 +125,12 @@ class Config:
             raise UserError(
                 f"--warmup_steps={training.warmup_steps} leaves no step of {training.steps} for "
                 "the cosine."
+            )
+        if math.lcm(training.batch_size, training.halve_every) >= _SEEDS:
+            raise UserError(
+                f"--halve_every={training.halve_every} and --batch_size={training.batch_size} meet "
+                f"only after {math.lcm(training.batch_size, training.halve_every)} examples, more "
+                "than an int32 holds; choose a multiple of the batch."
             )
         if model.dropout and not model.decoder:
             raise UserError(

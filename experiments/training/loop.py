@@ -260,8 +260,8 @@ class _Run:
                         compiling = {}
                     if self._due(step) and self._finished(step, state):  # its row is written
                         self._end_profile()
-                        if step < steps and is_first():
-                            say(f"ended at step {step}: {self._reason(state)}")
+                        if step < steps and (reason := self._reason(state)) and is_first():
+                            say(f"ended at step {step}: {reason}")
                         return state
                     step_count = stop.agree(step_count)
                     end = min(step + step_count, step - step % interval + interval, steps)
@@ -282,7 +282,7 @@ class _Run:
                 raise
 
     def _reason(self, state: State) -> str:
-        """Why a run ends before its last step."""
+        """Why a run ends before its last step; all processes call this."""
         if (np.atleast_1d(self._learner.mesh.fetch(state.diverged_at)) >= 0).all():
             return "every seed has diverged."
         return "every seed has diverged or run out of --patience."

@@ -73,6 +73,27 @@ def test_without_scores_to_choose_by_each_rate_has_a_row():
     assert len(_rows(runs)) == 2
 
 
+def test_a_rate_that_diverged_leaves_the_choice_to_validation():
+    runs = [
+        one_record([0.8], rate=1e-3, watched=[0.81]),
+        one_record([None], rate=1e-1, watched=[None]),
+    ]
+    (row,) = _rows(runs)
+    assert (row.label, row.values) == ("gru rate=0.001 of 2", [0.8])
+
+
+def test_a_figure_keeps_rates_apart_that_are_not_chosen(tmp_path):
+    runs = [
+        one_record([score], rate=rate, length=length, watched=[score])
+        for rate, score in ((1e-3, 0.2), (1e-2, 0.3))
+        for length in (4, 30)
+    ]
+    records.write(tmp_path / "some.json", records.Results("copy", METRIC, runs))
+    (tmp_path / "1.md").write_text("{figure some against=length}")
+    (figure,) = page.figures(tmp_path)
+    assert [label for label, _ in figure.rows] == ["gru rate=0.001", "gru rate=0.01"]
+
+
 def test_a_rate_that_lacks_seeds_is_not_chosen():
     runs = [one_record([0.5], rate=1e-3, seed=seed, watched=[0.4]) for seed in (0, 1)]
     runs.append(one_record([0.9], rate=1e-2, watched=[0.8]))
@@ -84,8 +105,11 @@ def test_runs_of_other_budgets_settle_nothing():
     runs = [one_record([0.5], seed=seed) for seed in (0, 1, 2)]
     (row,) = _rows(runs)
     assert claims.unsettled(row) == []
-    (row,) = _rows([*runs[:2], dataclasses.replace(runs[2], step=3)])
-    assert claims.unsettled(row) == ["budgets of 3 to 10 steps"]
+    (row,) = _rows([*runs[:2], dataclasses.replace(runs[2], step=3)])  # which ended early
+    assert claims.unsettled(row) == []
+    shorter = dataclasses.replace(runs[2], command=f"{runs[2].command} --steps=3")
+    (row,) = _rows([*runs[:2], shorter])
+    assert claims.unsettled(row) == ["budgets of --steps=3 and the protocol's"]
 
 
 def test_a_table_counts_runs_without_a_clean_revision(tmp_path):
@@ -104,7 +128,8 @@ def test_a_record_tells_who_went_on_with_the_run(tmp_path):
     workdir = written(tmp_path / "run", tiny(), [0.25])
     document = json.loads((workdir / "config.json").read_text())
     later = {"commit": "0123abc", "device": "another", "versions": {}}
-    (workdir / "config.json").write_text(json.dumps({**document, "continued": [later]}))
+    again = {**later, "versions": {"jax": "1"}}
+    (workdir / "config.json").write_text(json.dumps({**document, "continued": [later, again]}))
     records.add([workdir], tmp_path, "copy")
     (run,) = kept(tmp_path)
     assert run.revision == document["commit"]

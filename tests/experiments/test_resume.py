@@ -164,6 +164,19 @@ def test_another_backend_is_said_and_kept(copied, capsys):
     assert (document["backend"], document["continued"][0]["backend"]) == ("auto", "scan")
 
 
+def test_origins_of_an_earlier_version_have_no_backend(copied, capsys):
+    """A run that went on elsewhere, before backends were recorded."""
+    path = copied / "config.json"
+    document = json.loads(path.read_text())
+    origin = {name: document[name] for name in ("commit", "versions", "device")}
+    del document["backend"]
+    path.write_text(json.dumps({**document, "continued": [{**origin, "commit": "0123abc"}]}))
+    loop.run(tiny(steps=6), copied)
+    assert "its last bits will differ" not in capsys.readouterr().out
+    document = json.loads(path.read_text())
+    assert [entry["backend"] for entry in document["continued"]] == ["auto", "auto"]
+
+
 def test_a_finished_run_that_goes_on_is_not_finished(copied, monkeypatch):
     monkeypatch.setattr(loop, "stopping", stopping_at(0))
     assert loop.run(tiny(steps=6), copied) is None

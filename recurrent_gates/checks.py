@@ -441,14 +441,28 @@ def sequence(xs: Any) -> None:
 
 
 def rising(name: str, times: jax.Array, resets: Any) -> None:
-    """Times that do not go back, where their values are known; NaN says nothing."""
+    """Times that do not go back within a sequence, where their values are known.
+
+    NaN says nothing; where resets are not known, nor does a time that goes back.
+    """
     values = _concrete(times)
-    if values is None or resets is not None or not len(values):
+    starts = np.zeros(times.shape, bool) if resets is None else _concrete(resets)
+    if values is None or starts is None or not values.size:
         return
-    back = np.argwhere(np.diff(values, axis=0) < 0)
-    if len(back):
-        step = int(back[0, 0]) + 1
-        raise ValueError(f"{name} must rise, but step {step} is before the one before it.")
+    if not starts.any():
+        back = values[1:] < np.fmax.accumulate(values)[:-1]
+        steps = [int(step) + 1 for step in np.flatnonzero(back.reshape(len(back), -1).any(axis=1))]
+    else:
+        latest, steps = values[0], []
+        for step in range(1, len(values)):
+            latest = np.where(starts[step], np.nan, latest)
+            steps += [step] if (values[step] < latest).any() else []
+            latest = np.fmax(latest, values[step])
+    if len(steps):
+        raise ValueError(
+            f"{name} must not go back, but step {steps[0]} is before an earlier one; the time of "
+            "padding is NaN."
+        )
 
 
 def one_array(x: Any) -> None:
@@ -481,7 +495,7 @@ def chunk_length(remat: Any, steps: int) -> int:
 
 def lengths(value: Any, steps: int, batch_shape: tuple[int, ...]) -> jax.Array:
     """Lengths int32 ``[*batch]``, from 0 to T where their values are known."""
-    value = jnp.asarray(value)
+    value = value if isinstance(value, jax.Array) else np.asarray(value)
     if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != batch_shape:
         raise ValueError(
             f"lengths must be integers of shape {batch_shape}, "
@@ -491,6 +505,7 @@ def lengths(value: Any, steps: int, batch_shape: tuple[int, ...]) -> jax.Array:
     if values is not None and values.size and not 0 <= values.min() <= values.max() <= steps:
         outlier = values[(values < 0) | (values > steps)][0]
         raise ValueError(f"lengths must be from 0 to T = {steps}, got {outlier}.")
+    value = jnp.asarray(value)
     if value.dtype.itemsize >= 4:  # which holds T; under jit what is beyond it counts as T
         value = jnp.clip(value, 0, jnp.asarray(steps).astype(value.dtype))
     return value.astype(jnp.int32)  # in a narrower dtype the numbers of steps would wrap around

@@ -209,10 +209,17 @@ def matrix_product(x: jax.Array, kernel: jax.Array, dtype: Any) -> jax.Array:
             f"features, got {x.shape[-1]}."
         )
     heads = x.reshape(*x.shape[:-1], *kernel.shape[:2])
-    if target.platform() == "cpu":  # where XLA has no such product of narrow numbers, but by jit
-        heads, kernel = heads.astype(sums), kernel.astype(sums)
-    out = jnp.einsum("...nf,nfw->...nw", heads, kernel, preferred_element_type=sums)
+    product = _compiled_block_product if target.platform() == "cpu" else _block_product
+    out = product(heads, kernel, sums)
     return out.reshape(*x.shape[:-1], kernel.shape[0] * kernel.shape[2])
+
+
+def _block_product(heads: jax.Array, kernel: jax.Array, sums: Any) -> jax.Array:
+    return jnp.einsum("...nf,nfw->...nw", heads, kernel, preferred_element_type=sums)
+
+
+# By itself, outside of a program, XLA's CPU backend has no such product of narrow numbers.
+_compiled_block_product = jax.jit(_block_product, static_argnums=2)
 
 
 def unit_product(x: jax.Array, vector: jax.Array) -> jax.Array:

@@ -171,6 +171,14 @@ def test_contract(x32):
 def test_times_that_go_back_are_one_sentence():
     values = np.ones((3, 2, 4), np.float32)
     times = np.array([[0.0, 0.0], [1.0, 2.0], [2.0, 1.5]])
-    with pytest.raises(ValueError, match="times must rise, but step 2 is before the one before it"):
+    sentence = "times must not go back, but step 2 is before an earlier one; .* padding is NaN"
+    with pytest.raises(ValueError, match=sentence):
         rg.gru_d_inputs(values, times)
+    with pytest.raises(ValueError, match=sentence):
+        rg.gru_d_inputs(values, times, np.zeros((3, 2), bool))
+    with pytest.raises(ValueError, match=sentence):
+        rg.gru_d_inputs(values[:, 0], np.array([5.0, np.nan, 1.0]))
+    with pytest.raises(ValueError, match="but step 1 is before"):
+        rg.gru_d_inputs(values[:, 0], np.array([5, 1, 6], np.uint32))
     rg.gru_d_inputs(values, times, np.array([[0, 0], [0, 0], [0, 1]], bool))  # another sequence
+    rg.gru_d_inputs(values[:, 0], np.array([0.0, 1.0, np.nan]))

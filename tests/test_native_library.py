@@ -111,10 +111,10 @@ def test_what_the_system_refuses_is_a_reason(fresh, monkeypatch):
     """A home of somebody else, for one."""
 
     def refuse(path, pattern):
-        raise PermissionError(13, "Permission denied", str(path))
+        raise OSError(5, "Input/output error", str(path))
 
     monkeypatch.setattr(pathlib.Path, "glob", refuse)
-    assert "cannot be had on this machine: [Errno 13] Permission denied" in fresh("lstm")
+    assert "cannot be had on this machine: [Errno 5] Input/output error" in fresh("lstm")
 
 
 def test_a_compiler_that_cannot_be_read_is_a_reason(fresh, monkeypatch):

@@ -101,3 +101,48 @@ def test_a_gradient_that_is_clipped_is_that_of_the_scan(name, field, settings, a
             assert "does not serve this" in str(refusal)
     assert_close(gradient("auto"), expected, 1e-5)
     assert ("fused" in served) == (name == "gru")
+
+
+class ClipGate(rg.Gate):
+    """A gate whose gradient is not linear either."""
+
+    def activate(self, pre):
+        return super().activate({slot: clipped(value) for slot, value in pre.items()})
+
+
+@pytest.mark.parametrize("make", [rg.MinGRU, rg.MinLSTM])
+def test_a_gate_that_clips_its_gradient_is_that_of_the_scan(make):
+    cell, xs = make(4, gate=ClipGate()), array(3, 7, 2, 3)
+    params = cell.init_params(jax.random.key(1), 3)
+
+    def gradient(backend):
+        def loss(params):
+            return 3 * (rg.unroll(cell, params, xs, backend=backend)[1] ** 2).sum()
+
+        return jax.jit(jax.grad(loss))(params)
+
+    assert_close(gradient("auto"), gradient("scan"), 1e-5)
+    with pytest.raises(ValueError, match="ClipGate has a gradient of its own"):
+        gradient("parallel")
+
+
+@struct.dataclass
+class Drawn(Clip):
+    """Draws, and leaves values as they are."""
+
+    @property
+    def draws(self):
+        return True
+
+    def draw(self, key, steps, batch_shape):
+        return jax.random.split(key, (steps, *batch_shape))
+
+
+@pytest.mark.parametrize("backend", ["scan", "auto"])
+def test_an_empty_sequence_with_a_function_of_one_s_own(backend):
+    cell = rg.MinGRU(4)
+    params, key = cell.init_params(jax.random.key(1), 3), jax.random.key(2)
+    fns = [Drawn(0.0, "h", True)]
+    xs = jnp.ones((0, 2, 3), jnp.float32)
+    ys = rg.unroll(cell, params, xs, carry_fns=fns, key=key, backend=backend)[1]
+    assert ys.shape == (0, 2, 4)

@@ -171,3 +171,5 @@ def test_long_lengths_of_wide_integers_count_as_all_steps(x32):
     params = cell.init_params(jax.random.key(0), 3)
     ys = jax.jit(lambda lengths: rg.unroll(cell, params, xs, lengths=lengths)[1])
     assert_identical(ys(np.array([2**32 - 5, 3], np.uint32)), ys(np.array([5, 3], np.uint32)))
+    with pytest.raises(ValueError, match=f"from 0 to T = 5, got {2**32 + 3}"):
+        rg.unroll(cell, params, xs, lengths=np.array([2**32 + 3, 3]))

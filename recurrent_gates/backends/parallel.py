@@ -25,7 +25,11 @@ import jax
 import jax.numpy as jnp
 
 from recurrent_gates import target
-from recurrent_gates.backends.shared.refusal import nonlinear_gradient, refuse_derivative
+from recurrent_gates.backends.shared.refusal import (
+    nonlinear_gate,
+    nonlinear_gradient,
+    refuse_derivative,
+)
 from recurrent_gates.backends.shared.rows import projected
 from recurrent_gates.carry import CarryFn, Detach, Zoneout, get_field
 from recurrent_gates.declared import Carry, is_inexact, outdated, redefined
@@ -65,7 +69,7 @@ def unsupported(loop: Loop) -> str | None:
         chooses = fn.chooses and (noise is not None or type(fn) is Zoneout)
         if not fn.elementwise or (fn.changes_values and not chooses):
             return f"{type(fn).__name__} may not be linear in the carry, unit by unit."
-    return nonlinear_gradient(loop)
+    return nonlinear_gradient(loop) or nonlinear_gate(loop)
 
 
 def chunk(loop: Loop) -> int | None:

@@ -440,7 +440,7 @@ def test_masks_on_embedded_inputs():
 )
 def test_a_training_step_drops_what_the_settings_say(settings):
     learner = Learner(tiny(**settings))
-    during = learner._update._training_pass(Lane(0, 0.0), 0, Rows(0, 8, 8))
+    during = learner._update._training_pass(Lane(0, 0.0), 0, Rows(0, 8, 8), 0)
     rates = {
         name: getattr(during, name) for name in ("dropout", "layer_dropout", "embedding_dropout")
     }

@@ -170,10 +170,10 @@ def _processor() -> str:
 
 def _compile(name: str, command: list[str], directory: pathlib.Path) -> pathlib.Path:
     """Compiles into a file of its own and moves it into place: others may do the same."""
-    _LOGGER.warning("compiling C++ kernels, once, into %s: some 20 seconds", directory / name)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory) as folder:
+            _LOGGER.warning("compiling C++ kernels, once, some 20 seconds: %s", directory / name)
             file = pathlib.Path(folder) / "kernels.so"
             _output([*command, "-o", str(file)])
             path = directory / _named(name, file)

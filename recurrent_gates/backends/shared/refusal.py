@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,15 +40,30 @@ def nonlinear_gradient(loop: Loop) -> str | None:
     for fn, noise in zip(loop.carry_fns, loop.stream.noise, strict=True):
         if type(fn) in _LINEAR:
             continue
-        noise_t, carry = jax.eval_shape(
-            lambda noise, carry: (jax.tree.map(lambda leaf: leaf[0], noise), carry),
-            noise,
-            loop.carry,
-        )
 
         def around(noise_t: Any, carry: Any, fn: Any = fn) -> Any:
             return fn.after(noise_t, carry, fn.before(noise_t, carry))
 
-        if "custom_vjp_call" in str(jax.make_jaxpr(around)(noise_t, carry)):
+        if _has_own_gradient(around, _at_one_time(noise), loop.carry):
             return f"{type(fn).__name__} has a gradient of its own, a custom_vjp."
     return None
+
+
+def nonlinear_gate(loop: Loop) -> str | None:
+    """The same of a gate of one's own."""
+    cell = loop.settings.cell
+    gate = getattr(cell, "gate", None)
+    if gate is None or not gate.has_own_equations:
+        return None
+    z = _at_one_time(jax.eval_shape(cell.project, loop.params, loop.xs))
+    if _has_own_gradient(functools.partial(cell.step, loop.params), loop.carry, z):
+        return f"{type(gate).__name__} has a gradient of its own, a custom_vjp."
+    return None
+
+
+def _at_one_time(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), tree)
+
+
+def _has_own_gradient(f: Callable[..., Any], *args: Any) -> bool:
+    return "custom_vjp_call" in str(jax.make_jaxpr(f)(*args))

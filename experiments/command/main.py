@@ -65,9 +65,8 @@ def main(
             with contextlib.suppress(BrokenPipeError):  # whoever read it, such as head, has enough
                 print(flags.help_text(usage, define, experiment), flush=True)
                 sys.exit(0)
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-            )  # or Python says it again
+            # Python flushes the rest at its end, and would say it again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
         return _parse(name, argv, define, bool(arguments))
 

@@ -22,7 +22,7 @@ from experiments.settings.errors import UserError
 END = "<eos>"  # stands at the end of every line of words, as in AWD-LSTM's reader
 PARTS = ("train", "validation", "test")
 
-# Of an article of WikiText, between blank lines; a section has more signs, and a formula no blanks.
+# Of an article of WikiText, if blank lines stand around it; a section's has more signs.
 _HEADING = re.compile(r" = [^=].* = \n")
 _HELD_OUT_TOPICS = 0.1  # of the characters, in each held-out part, up to the end of a topic
 _TOPICS_SEED = 42

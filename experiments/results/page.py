@@ -374,8 +374,8 @@ def _row(runs: Sequence[Record], differing: Sequence[str], rate: str = "") -> Ro
     ]
     finished_seeds = {seed for run in runs if run.finished for seed in run.seeds}
     # An unfinished run of a seed that another revision has finished says nothing more.
-    told = [run for run in runs if run.finished or not finished_seeds.issuperset(run.seeds)]
-    return Row(" ".join([*words, rate]).strip(), tuple(told))
+    row_runs = [run for run in runs if run.finished or not finished_seeds.issuperset(run.seeds)]
+    return Row(" ".join([*words, rate]).strip(), tuple(row_runs))
 
 
 def _value_text(value: Any) -> str:

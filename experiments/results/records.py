@@ -255,8 +255,8 @@ def record(entry: table.Entry) -> Record:
 def _continuations(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     names = ("commit", "device", "backend")
     origins = [document, *document.get("continued", [])]
-    told = [{name: origin[name] for name in names if origin.get(name)} for origin in origins]
-    return [later for earlier, later in itertools.pairwise(told) if later != earlier]
+    starts = [{name: origin[name] for name in names if origin.get(name)} for origin in origins]
+    return [later for earlier, later in itertools.pairwise(starts) if later != earlier]
 
 
 def _identity(config: Config, document: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from experiments.settings.model import CarrySettings, ModelSettings
 from experiments.settings.optimization import TrainingSettings
 
 _NO_MATHEMATICS = ("model.backend", "task.data_dir", "training.mesh")
-# Than runs whose directories and results should be found again.
+# Settings that are newer than runs whose directories and results should be found again.
 _NEWER = (
     "training.ties",
     "training.on_divergence",
@@ -176,7 +176,8 @@ class Config:
                 f"the input alone; give --{flag}=0."
             )
         cuts = carry.detach_prob or carry.damp_prob
-        if memory_is_scaled(cell) and (carry.zoneout_c or (cuts and carry.detach_state in "cnm")):
+        cuts_memory = cuts and carry.detach_state in ("c", "n", "m")
+        if memory_is_scaled(cell) and (carry.zoneout_c or cuts_memory):
             flag = "zoneout_c" if carry.zoneout_c else f"detach_state={carry.detach_state}"
             raise UserError(
                 f"--{flag}: c and n of {self.model.cell} are in units of exp(m), so that it would "

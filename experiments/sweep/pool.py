@@ -14,7 +14,7 @@ from experiments.sweep.plan import Run
 _TRIES = 5  # of a run that is killed again and again without another row of metrics
 _REFUSED = 2  # the exit code of a request that cannot be met, such as a workdir in use
 _IN_USE = "is in use by another process."
-_JAXS = ("For simplicity, JAX has removed", "----")  # what JAX writes below an error
+_JAX_NOTES = ("For simplicity, JAX has removed", "----")  # what JAX writes below an error
 _LOOK_SECONDS = 0.2  # between looks at the runs
 
 
@@ -113,7 +113,7 @@ class _Pool:
             self.waiting.append(number)
             return
         self.failed += 1
-        messages = [line for line in lines if not line.startswith(_JAXS)]
+        messages = [line for line in lines if not line.startswith(_JAX_NOTES)]
         last_line = messages[-1] if messages else "no word"
         say(f"{name} failed with exit code {code} ({last_line}; see {path}): {run.line}")
 

@@ -466,8 +466,8 @@ def test_examples_are_held_out_programs_with_the_models_answers(grammar):
 @pytest.mark.long
 def test_the_binary_shows_programs(program, tmp_path):
     flags = [f"--{name}={value}" for name, value in TINY.items() if name != "decoder"]
-    code, _, errors = program("experiments.execute", *flags, "--show=9", "--held_out_programs=8")
-    assert code == 1 and "--show=9 is more than --held_out_programs=8." in errors
+    code, _, errors = program("experiments.execute", *flags, "--show=21")
+    assert code == 2 and "--show=21 is more than --held_out_programs=20." in errors
     code, out, _ = program("experiments.execute", *flags, "--show=2", f"--workdir={tmp_path}")
     assert code == 0
     assert len(re.findall(r"\(\d\d\+\d\d\)\+\d\d\n    \S+  (right|wrong, \d+)", out)) == 2

@@ -50,7 +50,7 @@ class Backend(enum.Enum):
       AUTO: ``NATIVE``, ``FUSED`` or ``PARALLEL``, the first that serves the request, else ``SCAN``;
         logs its choice once.
       SCAN: ``jax.lax.scan`` over the cell's step: the definition.
-      NATIVE: kernels in C++ for a CPU, compiled where they run: LSTM, GRU, JANET, one-layer GATO.
+      NATIVE: kernels in C++ for a CPU, compiled where they run: LSTM, GRU, JANET and GATO.
       FUSED: a hand-written backward pass, for cells that name their recurrent products.
       PARALLEL: all steps at once, for linear recurrences.
       NEWTON: all steps at once, for diagonal recurrences.

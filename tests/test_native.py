@@ -37,6 +37,7 @@ CELLS = {
     "gato1_emits_s": lambda units: rg.GATO(
         2 * units, g=rg.OneLayer(), emit_s_only=True, wrap=1.5, bias_vectors=2
     ),
+    "gato2": lambda units: rg.GATO(2 * units, g=rg.TwoLayer(9), bias_vectors=2),
     "ur_lstm_two_biases": functools.partial(rg.CELLS["ur_lstm"], bias_vectors=2),
 }
 # (T, batch, D, F): odd widths; no batch and two axes of it; inputs projected before the loop, and
@@ -77,7 +78,7 @@ HOW = {
 }
 # Every cell in every form once, masks with the cells that differ in what they keep, at sizes by
 # turns; and what is most of a program at each size.
-MASKED = ("lstm", "ur_lstm", "gru", "janet")
+MASKED = ("lstm", "ur_lstm", "gru", "janet", "gato2")
 CASES = [
     (cell, how, list(SIZES)[(number + turn) % len(SIZES)])
     for (turn, cell), (number, how) in itertools.product(enumerate(CELLS), enumerate(HOW))
@@ -86,12 +87,20 @@ CASES = [
 CASES += [
     (cell, "both", size) for cell, size in itertools.product(("lstm", "gru"), [*SIZES, *SHARED])
 ]
+CASES += [("gato2", "both", size) for size in ("rows", "units")]
 CASES += [("gato1", "detach", size) for size in (*SIZES, "slots_in_turn", "five_rows_in_place")]
 CASES = list(dict.fromkeys(CASES))
 # In a default run sizes at which the kernels of LSTM and GRU go the same way meet masks, resets and
 # carry functions with one of the two, and a cell that differs from another in its weights, or in
 # what it emits, has every second of HOW.
-VARIANTS = ("c_lstm", "two_biases", "gru_two_biases", "gato1_emits_s", "ur_lstm_two_biases")
+VARIANTS = (
+    "c_lstm",
+    "two_biases",
+    "gru_two_biases",
+    "gato1_emits_s",
+    "ur_lstm_two_biases",
+    "gato2",
+)
 FEW = (*VARIANTS, "gru_no_reset", "r_janet")  # of those the default run has one of HOW
 OF_ONE = {
     "lstm": {
@@ -241,7 +250,7 @@ def test_the_portable_form_stays_in_float32_under_x64(name):
     assert_close(jax.tree.map(lambda x: x[0], actual), run(params, xs, carry), TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["gru", "gato1"])
+@pytest.mark.parametrize("name", ["gru", "gato1", "gato2"])
 def test_exported_programs_hold_no_kernel(name):
     cell, values = arrays(CELLS[name], "small")
     run = everything(cell, "auto")
@@ -290,7 +299,7 @@ def test_a_gradient_that_is_not_finite_is_stopped():
     assert_identical(slope("scan"), jnp.zeros_like(carry.h))
 
 
-@pytest.mark.parametrize("name", ["lstm", "gato1"])
+@pytest.mark.parametrize("name", ["lstm", "gato1", "gato2"])
 def test_without_jit_it_runs(name):
     cell, values = arrays(CELLS[name], "small")
     with jax.disable_jit():
@@ -367,7 +376,7 @@ REFUSED = {
     "a_gate_of_ones_own": (loop(rg.LSTM(4, gate=DoubledGate())), "no kernels for LSTM"),
     "reset_before": (loop(rg.GRU(4, reset="before")), "no kernels for GRU"),
     "heads": (loop(rg.LSTM(4, heads=2)), "no kernels for LSTM"),
-    "two_layers": (loop(rg.GATO(4)), "no kernels for GATO"),
+    "two_layers_in_bfloat16": (loop(rg.GATO(4, dtype=jnp.bfloat16)), "float32"),
     "gated_gato": (loop(gato1(f=rg.GatedDecay(gate=rg.GATES["ur"]))), "no kernels for GATO"),
     "another_reading_of_s": (loop(gato1(gamma=jnp.sin)), "no kernels for GATO"),
     "a_sum_without_a_period": (loop(gato1(wrap=None)), "no kernels for GATO"),

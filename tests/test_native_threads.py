@@ -111,7 +111,7 @@ def test_blocks_of_rows_in_place_do_not_meet(name):
         assert_close(run(params, xs, carry), expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["lstm", "gato1"])
+@pytest.mark.parametrize("name", ["lstm", "gato1", "gato2"])
 def test_shard_map_runs_kernels_and_keeps_what_varies(name):
     cell, (params, xs, carry) = arrays(CELLS[name], "rows")
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("batch",))

@@ -53,6 +53,7 @@ ORDER = (
     | {"backends.native.library", "backends.native.switch"},
     {"backends.native.kernel"},
     {"backends.native.gated", "backends.native.gato"},
+    {"backends.native.two_layer"},
     {"backends.newton", "backends.pallas.backend", "backends.native.backend"},
     {"backends.pallas", "backends.native", "testing", "analysis.convergence", "gate_theory"},
     {"analysis", "serving"},

@@ -139,6 +139,16 @@ def _is_wide(loop: Loop) -> bool:
 
 def segment(loop: Loop) -> Segment:
     """A stretch of time; same contract as ``scan_segment``."""
+    return summed_segment(loop)
+
+
+def summed_segment(loop: Loop, total: two_layer.Total | None = None) -> Segment:
+    """``segment``.
+
+    Args:
+      loop: the loop.
+      total: what sums over the hidden units of a two-layer GATO; None: ``two_layer.total``.
+    """
     settings = loop.settings
     if stepwise.serves(loop):
         last, carries = _stepwise(loop)
@@ -150,7 +160,7 @@ def segment(loop: Loop) -> Segment:
         last, carries = _recurrence(product_loop(loop, z))
     else:
         _, looped = _recurrence(product_loop(feeding(loop), z))
-        last, carries = accumulate(loop, z, looped)
+        last, carries = accumulate(loop, z, looped, total)
     ys = with_zeros(loop.stream.valid, settings.cell.emit(loop.params, carries, z))
     return Segment(last, ys, carries if settings.keep_carries else None)
 
@@ -355,7 +365,9 @@ _recurrence.defvjp(_forward, _backward)
 # Fields that only accumulate.
 
 
-def accumulate(loop: Loop, z: Any, looped: Carry) -> tuple[Carry, Carry]:
+def accumulate(
+    loop: Loop, z: Any, looped: Carry, total: two_layer.Total | None = None
+) -> tuple[Carry, Carry]:
     """The last carry and those of all steps, from the fields that feed back."""
     settings, cell = loop.settings, loop.settings.cell
     assert cell.sums is not None
@@ -363,7 +375,7 @@ def accumulate(loop: Loop, z: Any, looped: Carry) -> tuple[Carry, Carry]:
     if two_layer.serves(loop):
         assert isinstance(cell, GATO)
         increments: Slots = {
-            "s": two_layer.increment(loop.params["g"], previous.r, loop.xs, cell.dtype)
+            "s": two_layer.increment(loop.params["g"], previous.r, loop.xs, cell.dtype, total)
         }
     else:
         increments = cell.sums.increment(loop.params, previous, z)

@@ -1,4 +1,4 @@
-"""Loops over time in C++ for a CPU: LSTM, GRU, JANET and one-layer GATO; compiled at first use."""
+"""Loops over time in C++ for a CPU: LSTM, GRU, JANET and GATO; compiled at first use."""
 
 from recurrent_gates.backends.native.backend import chunk, is_for_step, segment, unsupported
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from recurrent_gates import checks, target
-from recurrent_gates.backends.native import gated, gato, library
+from recurrent_gates.backends.native import gated, gato, library, two_layer
+from recurrent_gates.backends.native.kernel import in_rows, scales
+from recurrent_gates.backends.shared.two_layer import is_two_layer
 from recurrent_gates.base import Cell
-from recurrent_gates.carry import CarryFn, Damp, Detach, get_field
+from recurrent_gates.carry import get_field
 from recurrent_gates.cells import LSTM
 from recurrent_gates.declared import Params
 from recurrent_gates.scan import Loop, Segment
@@ -30,7 +31,7 @@ class _Support(NamedTuple):
     """What is known of a cell that has kernels.
 
     Attributes:
-      name: theirs, in ``library.CELLS``.
+      name: theirs, in ``library.KERNELS``.
       numbers: how many of a unit and step a backward pass reads.
       field: of the carry, what feeds back.
       masks: whether they know masks and resets.
@@ -46,6 +47,8 @@ def _support(cell: Cell) -> _Support | None:
     """What is known of a cell; None if it has no kernels."""
     if gato.has_kernels(cell):
         return _Support(gato.NAME, len(gato.SLOTS) + 3, "r", masks=False)
+    if is_two_layer(cell):
+        return _Support(two_layer.NAME, len(gato.SLOTS) + 5, "r", masks=True)
     kernels = gated.kernels(cell)
     if kernels is None:
         return None
@@ -75,11 +78,13 @@ def unsupported(loop: Loop) -> str | None:
         return "kernels compute in float32."
     if getattr(cell, "dtype", None) not in (None, jnp.dtype(jnp.float32)):
         return "kernels compute in float32."
+    if is_two_layer(cell):
+        return two_layer.unsupported(loop)
     has_masks = loop.stream.valid is not None or loop.stream.resets is not None
     if has_masks and not support.masks:
         return f"kernels of {type(cell).__name__} know no masks and resets."
     if not all(
-        _scales(fn, noise, support.field)
+        scales(fn, noise, support.field)
         for fn, noise in zip(loop.carry_fns, loop.stream.noise, strict=True)
     ):
         return (
@@ -107,15 +112,6 @@ def _is_cut(leaf: Any) -> bool:
     return any(axis is not None for axis in getattr(sharding, "spec", ()))
 
 
-def _scales(fn: CarryFn, noise: Any, field: str) -> bool:
-    """Whether a carry function multiplies the gradient of a field by a number a step."""
-    if fn.field != field:
-        return False
-    if type(fn) is Damp:
-        return jnp.ndim(fn.p) == 0
-    return type(fn) is Detach and (noise is None or noise.ndim == 1)
-
-
 def chunk(loop: Loop) -> int | None:
     """The steps per rematerialised chunk that this backend wants, or None for no chunks."""
     support = _support(loop.settings.cell)
@@ -128,31 +124,7 @@ def chunk(loop: Loop) -> int | None:
 
 def segment(loop: Loop) -> Segment:
     """A stretch of time; same contract as ``scan_segment``."""
-    run = gato.segment if gato.has_kernels(loop.settings.cell) else gated.segment
-    out = run(_of_rows(loop))
-    shape = loop.lead[1:]
-    last = jax.tree.map(lambda x: x.reshape(*shape, -1), out.carry)
-    ys, carries = jax.tree.map(
-        lambda x: x.reshape(loop.steps, *shape, x.shape[-1]), (out.ys, out.carries)
-    )
-    return Segment(last, ys, carries)
-
-
-def _of_rows(loop: Loop) -> Loop:
-    """The loop with one axis for the batch."""
-    axes = loop.settings.batch_dims
-    rows = math.prod(loop.lead[1:])
-    xs = loop.xs.reshape(loop.steps, rows, loop.xs.shape[-1])
-    carry, reset = jax.tree.map(
-        lambda x: x.reshape(rows, x.shape[axes]), (loop.carry, loop.reset_carry)
-    )
-    valid, resets = jax.tree.map(
-        lambda x: x.reshape(loop.steps, rows), (loop.stream.valid, loop.stream.resets)
-    )
-    return loop.replace(
-        settings=loop.settings._replace(batch_dims=1),
-        xs=xs,
-        carry=carry,
-        reset_carry=reset,
-        stream=loop.stream._replace(valid=valid, resets=resets),
-    )
+    cell = loop.settings.cell
+    if is_two_layer(cell):
+        return two_layer.segment(loop)
+    return in_rows(gato.segment if gato.has_kernels(cell) else gated.segment, loop)

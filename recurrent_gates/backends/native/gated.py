@@ -43,7 +43,7 @@ class Kernels(NamedTuple):
     """Which kernels run a cell.
 
     Attributes:
-      name: their name in ``library.CELLS``.
+      name: their name in ``library.KERNELS``.
       slots: the cell's slots, in the order of the kernels.
       apart: whether the input's part of the last slot stays apart (a reset after the product).
     """

@@ -35,7 +35,7 @@ from recurrent_gates.gato import GATO, GatedDecay, GATOState, OneLayer
 from recurrent_gates.scan import Loop, Segment
 from recurrent_gates.shapes import lead
 
-NAME = "gato"  # in ``library.CELLS``
+NAME = "gato"  # in ``library.KERNELS``
 
 SLOTS = (("f", "gate"), ("f", "candidate"), ("g", "s"))
 """The map and the slot of each pre-activation, in the order of the kernels."""

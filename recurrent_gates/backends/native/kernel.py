@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,12 +20,13 @@ from recurrent_gates.base import Cell
 from recurrent_gates.carry import (
     CarryFn,
     Damp,
+    Detach,
     get_field,
     scale_gradient,
     set_field,
 )
 from recurrent_gates.declared import Carry, Params
-from recurrent_gates.scan import Loop, Settings, Stream
+from recurrent_gates.scan import Loop, Segment, Settings, Stream
 
 
 class Masks(NamedTuple):
@@ -87,7 +89,7 @@ class Kernel(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """Of the cell's kernels in ``library.CELLS``."""
+        """Of the cell's kernels in ``library.KERNELS``."""
 
     @property
     @abc.abstractmethod
@@ -103,12 +105,8 @@ class Kernel(abc.ABC):
         **attributes: int,
     ) -> Sequence[jax.Array]:
         """Runs a kernel."""
-        results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-        call = jax.ffi.ffi_call(
-            library.target(self.name, function), results, input_output_aliases=aliases
-        )
         numbers = {"reverse": self.reverse, "threads": self.threads, **attributes}
-        return call(*operands, **{name: np.int64(n) for name, n in numbers.items()})
+        return call(self.name, function, shapes, operands, aliases, **numbers)
 
     def _loop(
         self,
@@ -148,6 +146,29 @@ class InputCotangents(Kernel):
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:
         d_pre, kernels = jax.tree.unflatten(self.tree, leaves)
         return [d_pre @ jnp.concatenate(kernels, axis=-1).T]
+
+
+def call(
+    name: str,
+    function: str,
+    shapes: Sequence[tuple[int, ...]],
+    operands: Sequence[jax.Array],
+    aliases: dict[int, int] | None = None,
+    **attributes: int,
+) -> Sequence[jax.Array]:
+    """Runs a function of a library.
+
+    Args:
+      name: of the library, in ``library.KERNELS``.
+      function: its name.
+      shapes: of what it makes, in float32.
+      operands: what it reads.
+      aliases: which operand's memory a result takes, by their places.
+      attributes: what else it reads, by name.
+    """
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    kernel = jax.ffi.ffi_call(library.target(name, function), results, input_output_aliases=aliases)
+    return kernel(*operands, **{name: np.int64(n) for name, n in attributes.items()})
 
 
 def loop_of_cotangents(
@@ -195,3 +216,43 @@ class Scale(CarryFn):
 def scaled_steps(values: jax.Array, scale: jax.Array | None) -> jax.Array:
     """What steps read of a field, ``[T, B, F]``, with the gradient that ``Scale`` leaves of it."""
     return values if scale is None else scale_gradient(values, scale[:, None, None])
+
+
+def scales(fn: CarryFn, noise: Any, field: str) -> bool:
+    """Whether a carry function multiplies the gradient of a field by a number a step."""
+    if fn.field != field:
+        return False
+    if type(fn) is Damp:
+        return jnp.ndim(fn.p) == 0
+    return type(fn) is Detach and (noise is None or noise.ndim == 1)
+
+
+def in_rows(run: Callable[[Loop], Segment], loop: Loop) -> Segment:
+    """What ``run`` makes of a loop, which it gets with one axis for the batch."""
+    out = run(_of_rows(loop))
+    shape = loop.lead[1:]
+    last = jax.tree.map(lambda x: x.reshape(*shape, -1), out.carry)
+    ys, carries = jax.tree.map(
+        lambda x: x.reshape(loop.steps, *shape, x.shape[-1]), (out.ys, out.carries)
+    )
+    return Segment(last, ys, carries)
+
+
+def _of_rows(loop: Loop) -> Loop:
+    """The loop with one axis for the batch."""
+    axes = loop.settings.batch_dims
+    rows = math.prod(loop.lead[1:])
+    xs = loop.xs.reshape(loop.steps, rows, loop.xs.shape[-1])
+    carry, reset = jax.tree.map(
+        lambda x: x.reshape(rows, x.shape[axes]), (loop.carry, loop.reset_carry)
+    )
+    valid, resets = jax.tree.map(
+        lambda x: x.reshape(loop.steps, rows), (loop.stream.valid, loop.stream.resets)
+    )
+    return loop.replace(
+        settings=loop.settings._replace(batch_dims=1),
+        xs=xs,
+        carry=carry,
+        reset_carry=reset,
+        stream=loop.stream._replace(valid=valid, resets=resets),
+    )

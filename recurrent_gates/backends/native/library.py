@@ -1,7 +1,8 @@
 """The kernels as XLA's own functions: compiled by this machine's C++ compiler, once, and loaded.
 
-A library holds one cell. It is kept in ``$XDG_CACHE_HOME/recurrent_gates`` (``~/.cache`` if that is
-not set) under a name that depends on the source, the compiler, the processor and jaxlib.
+A library holds one cell, or an operation of one. It is kept in ``$XDG_CACHE_HOME/recurrent_gates``
+(``~/.cache`` if that is not set) under a name that depends on the source, the compiler, the
+processor and jaxlib.
 ``RECURRENT_GATES_NATIVE=0`` in the environment turns all of this off.
 """
 
@@ -20,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from typing import NamedTuple
 
 import jax
 
@@ -30,53 +32,67 @@ _FLAGS = ("-std=c++17", "-O3", "-fno-fast-math", "-shared", "-fPIC", "-w")
 _SWITCH = "RECURRENT_GATES_NATIVE"
 _SECONDS = 120  # beyond which a compiler is taken for dead
 
-FUNCTIONS = ("forward", "backward", "gradients", "inputs")
-"""What each library has."""
-CELLS = {
-    "lstm": ("gated.cc", "Lstm<false>"),
-    "lstm_refined": ("gated.cc", "Lstm<true>"),
-    "gru": ("gated.cc", "Gru<false, true>"),
-    "gru_refined": ("gated.cc", "Gru<true, true>"),
-    "janet": ("gated.cc", "Gru<false, false>"),
-    "janet_refined": ("gated.cc", "Gru<true, false>"),
-    "gato": ("gato.cc", "Gato"),
+
+class Source(NamedTuple):
+    """What a library is compiled from.
+
+    Attributes:
+      file: its name in ``kernels/``.
+      cell: which of the file's cells; empty where it has one.
+      functions: what the library offers to XLA.
+    """
+
+    file: str
+    cell: str = ""
+    functions: tuple[str, ...] = ("forward", "backward", "gradients", "inputs")
+
+
+KERNELS = {
+    "lstm": Source("gated.cc", "Lstm<false>"),
+    "lstm_refined": Source("gated.cc", "Lstm<true>"),
+    "gru": Source("gated.cc", "Gru<false, true>"),
+    "gru_refined": Source("gated.cc", "Gru<true, true>"),
+    "janet": Source("gated.cc", "Gru<false, false>"),
+    "janet_refined": Source("gated.cc", "Gru<true, false>"),
+    "gato": Source("gato.cc"),
+    "two_layer": Source("two_layer.cc", functions=("forward", "backward")),
 }
-"""The kernels' cells by name: the file that holds one, and which of those in it is compiled."""
+"""The libraries by name."""
 
 
 class UnavailableError(Exception):
     """There is no library; the text says why, in one sentence."""
 
 
-def target(cell: str, function: str) -> str:
-    """The name by which XLA knows a function of a cell."""
-    return f"recurrent_gates_{cell}_{function}"
+def target(name: str, function: str) -> str:
+    """The name by which XLA knows a function of a library."""
+    return f"recurrent_gates_{name}_{function}"
 
 
 @functools.cache
-def missing(cell: str) -> str | None:
-    """Why a cell's kernels cannot be had, in one sentence; None if they are registered with XLA."""
+def missing(name: str) -> str | None:
+    """Why a library cannot be had, in one sentence; None if it is registered with XLA."""
     try:
-        library = _loaded(cell)
+        library = _loaded(name)
     except UnavailableError as error:
         return str(error)
     except (OSError, ValueError) as error:
         return f"kernels cannot be had on this machine: {error}."
     if not library.rg_adds_in_order():
         return "the C++ compiler adds up in another order than is written; see its flags in $CXX."
-    for function in FUNCTIONS:
+    for function in KERNELS[name].functions:
         handler = jax.ffi.pycapsule(getattr(library, f"rg_{function}"))
-        jax.ffi.register_ffi_target(target(cell, function), handler, platform="cpu")
+        jax.ffi.register_ffi_target(target(name, function), handler, platform="cpu")
     return None
 
 
-def _loaded(cell: str) -> ctypes.CDLL:
-    """The library of a cell; one that cannot be loaded is compiled anew, once.
+def _loaded(name: str) -> ctypes.CDLL:
+    """A library; one that cannot be loaded is compiled anew, once.
 
     If the new one cannot be loaded either, a file beside it says so to later processes, until one
     of them can load it.
     """
-    path = _built(cell)
+    path = _built(name)
     unloadable = path.with_name(path.name.rpartition("-")[0] + ".unloadable")
     try:
         library = ctypes.CDLL(str(path))
@@ -89,31 +105,32 @@ def _loaded(cell: str) -> ctypes.CDLL:
         return library
     path.unlink(missing_ok=True)
     try:
-        return ctypes.CDLL(str(_built(cell)))
+        return ctypes.CDLL(str(_built(name)))
     except OSError as error:
         unloadable.touch()
         raise UnavailableError(f"kernels cannot be loaded: {error}.") from None
 
 
-def _built(cell: str) -> pathlib.Path:
-    """The library of a cell, compiled if there is none yet; one that is damaged is removed.
+def _built(name: str) -> pathlib.Path:
+    """A library, compiled if there is none yet; one that is damaged is removed.
 
     To load half of a library, as a power failure may leave it, can end the process. So the name
-    says what the content is: ``CELL-DEPENDENCIES-CONTENT.so``.
+    says what the content is: ``NAME-DEPENDENCIES-CONTENT.so``.
     """
     if os.environ.get(_SWITCH) == "0":
         raise UnavailableError(f"{_SWITCH}=0 turns kernels off.")
     compiler = _compiler()
-    file, cell_type = CELLS[cell]
-    command = [*compiler, *_FLAGS, _for_this_processor(), f"-DRG_CELL={cell_type}"]
-    command += [f"-I{jax.ffi.include_dir()}", str(_SOURCES / file)]
-    name = f"{cell}-{_digest(compiler, command)}"
-    for path in sorted(_directory().glob(f"{name}-*.so")):
+    source = KERNELS[name]
+    command = [*compiler, *_FLAGS, _for_this_processor()]
+    command += [f"-DRG_CELL={source.cell}"] if source.cell else []
+    command += [f"-I{jax.ffi.include_dir()}", str(_SOURCES / source.file)]
+    begin = f"{name}-{_digest(compiler, command)}"
+    for path in sorted(_directory().glob(f"{begin}-*.so")):
         with contextlib.suppress(OSError):
-            if path.name == _named(name, path):
+            if path.name == _named(begin, path):
                 return path
             path.unlink(missing_ok=True)
-    return _compile(name, command, _directory())
+    return _compile(begin, command, _directory())
 
 
 def _named(name: str, path: pathlib.Path) -> str:

@@ -61,7 +61,7 @@ def increment(
     r: jax.Array,
     x: jax.Array,
     dtype: Any,
-    total: Total | None = None,
+    sum_up: Total | None = None,
     zeros: int = 0,
 ) -> jax.Array:
     """``TwoLayer()(params, r, project(params, x))``: softplus(F(x, r)) (GATO, eq. 6).
@@ -71,8 +71,8 @@ def increment(
       r: ``[..., J]``, float32 or wider.
       x: inputs ``[..., D]``.
       dtype: dtype of the product with x; None: that of x and the kernel together.
-      total: the sum over the hidden units; default: one of those below.
-      zeros: how many inputs that are zero ``total`` wants, beside the constant one.
+      sum_up: the sum over the hidden units; None: ``total``.
+      zeros: how many inputs that are zero ``sum_up`` wants, beside the constant one.
 
     Returns:
       ``[..., J]`` in r's dtype.
@@ -90,10 +90,17 @@ def increment(
     first = jnp.pad(first, ((0, zeros), (0, 0))).reshape(-1, hidden, units).swapaxes(0, 1)
     on_r = params["recurrent_kernel"]["s"].astype(r.dtype).reshape(hidden, units)
     rows = (x.reshape(-1, x.shape[-1]), r.reshape(-1, units))
-    total = total or (_total if x.shape[-1] <= _FEW else _total_by_products)
-    sums = total(*rows, first, on_r, out).reshape(r.shape)
+    sums = (sum_up or total)(*rows, first, on_r, out).reshape(r.shape)
     sums = sums + lead(params["out_bias"].astype(sums.dtype), sums)
     return pointwise.softplus(sums)  # GATO eq. (6)
+
+
+def total(
+    x: jax.Array, r: jax.Array, first: jax.Array, on_r: jax.Array, out: jax.Array
+) -> jax.Array:
+    """As ``_total``, of few inputs and of many."""
+    form = _total if x.shape[-1] <= _FEW else _total_by_products
+    return form(x, r, first, on_r, out)
 
 
 @jax.custom_vjp

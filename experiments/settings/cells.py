@@ -82,6 +82,25 @@ def bare_cell(name: str, hidden_size: int, **parts: int) -> rg.Cell:
     return cell
 
 
+def check_size(name: str, cell: rg.Cell, hidden_size: int) -> None:
+    """Raises ``UserError`` where a cell of the user's own is not of the size of the setting.
+
+    Such is an instance, or what a function returns. The size is recorded, and starts of the
+    parameters are made of it.
+
+    Args:
+      name: of the cell.
+      cell: as ``bare_cell`` made it.
+      hidden_size: the setting.
+    """
+    features = getattr(cell.module if isinstance(cell, rg.FlaxCell) else cell, "features", None)
+    if isinstance(features, int) and features != hidden_size:
+        raise UserError(
+            f"--cell={name} has {features} units and --hidden_size is {hidden_size}; give "
+            f"--hidden_size={features}."
+        )
+
+
 def parts_of(settings: Mapping[str, Any]) -> dict[str, int]:
     """Those settings of a cell without which it may not be built at all, by their names in it."""
     return {

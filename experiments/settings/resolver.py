@@ -141,6 +141,7 @@ def _cell_settings(
     """The settings that the cell has: from the command line, the protocol or the cell itself."""
     from experiments.settings.cells import (
         bare_cell,
+        check_size,
         feedback,
         left_to_protocols,
         own_settings,
@@ -149,6 +150,7 @@ def _cell_settings(
 
     name = settings["cell"]
     cell = bare_cell(name, settings["hidden_size"], **parts_of(overrides))
+    check_size(name, cell, settings["hidden_size"])
     cell_values = {
         setting: value
         for setting, value in own_settings(cell).items()

@@ -443,6 +443,34 @@ def test_a_cell_of_one_s_own_is_known_by_its_program(tmp_path, monkeypatch):
     assert "model.cell_source" not in tiny().identity()
 
 
+SIZED = """from flax import linen as nn
+
+import recurrent_gates as rg
+
+instance = rg.LSTM(7)
+foreign = nn.GRUCell(7)
+
+
+def returned(features):
+    return rg.GATO(8)
+"""
+
+
+def test_a_cell_of_a_fixed_size_needs_that_hidden_size(tmp_path, monkeypatch):
+    """The starts of its parameters would be those of another size, and the record, too."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_sizes.py").write_text(SIZED)
+    for name, size in {"instance": 7, "foreign": 7, "returned": 8}.items():
+        with pytest.raises(UserError) as refusal:
+            tiny(cell=f"own_sizes:{name}", hidden_size=6)
+        assert str(refusal.value) == (
+            f"--cell=own_sizes:{name} has {size} units and --hidden_size is 6; give "
+            f"--hidden_size={size}."
+        )
+        build_cell(tiny(cell=f"own_sizes:{name}", hidden_size=size).model)
+    sys.modules.pop("own_sizes")
+
+
 def test_a_setting_that_is_new_changes_no_older_run():
     """An identity that an earlier version wrote, without it, is that of its default."""
     identity, defaults = tiny().identity(), identity_defaults(tiny().task)

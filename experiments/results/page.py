@@ -233,7 +233,7 @@ def _runs(directory: Path, name: str, *words: str) -> str:
 
 def _is_clean(run: Record) -> bool:
     """Whether commits say what trained it, from its start to its end."""
-    commits = [run.revision, *(origin["commit"] for origin in run.continued)]
+    commits = [run.revision, *(origin.get("commit") for origin in run.continued)]
     return all(_REVISION.fullmatch(commit or "") for commit in commits)
 
 

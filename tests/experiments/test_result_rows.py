@@ -122,6 +122,10 @@ def test_a_table_counts_runs_without_a_clean_revision(tmp_path):
     assert "(2 of 3 without a clean revision)" in page.text(tmp_path)
     records.write(tmp_path / "some.json", records.Results("copy", METRIC, runs[:1]))
     assert "without" not in page.text(tmp_path)
+    # A later start in a copy without git: a record leaves out what is not known.
+    runs[0] = dataclasses.replace(runs[0], continued=[{"device": "another"}])
+    records.write(tmp_path / "some.json", records.Results("copy", METRIC, runs[:1]))
+    assert "(1 of 1 without a clean revision)" in page.text(tmp_path)
 
 
 def test_a_record_tells_who_went_on_with_the_run(tmp_path):

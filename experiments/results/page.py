@@ -8,7 +8,7 @@ braces is a table:
 ``{runs NAME [flag=value ...]}``
     the runs of ``NAME.json`` with these settings, a row for all seeds of one setting;
 ``{curve NAME STEP [STEP ...]}``
-    their scores after so many steps;
+    their scores after so many steps, where every seed has one;
 ``{figure NAME [flag=value ...]}``
     their learning curves, drawn into ``docs/images/results``;
 ``{numbers NAME}``
@@ -254,7 +254,8 @@ def _curve(directory: Path, name: str, *words: str) -> str:
 
 
 def _scores_at(row: Row, step: int) -> tuple[list[float | None], list[int]]:
-    """Scores after so many steps, and the seed of each."""
+    """Scores after so many steps, and the seed of each; none unless every seed has that step: it
+    may have been left out of a thin curve, or a run may have ended before."""
     pairs = [
         pair
         for run in row.runs
@@ -264,6 +265,8 @@ def _scores_at(row: Row, step: int) -> tuple[list[float | None], list[int]]:
         if curve_step == step
         for pair in zip(values, run.seeds, strict=True)
     ]
+    if {seed for _, seed in pairs} != set(row.seeds):
+        return [], []
     return [value for value, _ in pairs], [seed for _, seed in pairs]
 
 

@@ -12,7 +12,7 @@ from experiments.settings import config
 from experiments.settings.errors import UserError
 from experiments.sweep import plan
 from tests.experiments.support import TINY, tiny
-from tests.experiments.test_results import RESULTS, kept, one_record, written
+from tests.experiments.test_results import RESULTS, cells, kept, one_record, written
 
 METRIC = records.Metric("score", True, 0.0, "chance")
 
@@ -126,6 +126,16 @@ def test_a_table_counts_runs_without_a_clean_revision(tmp_path):
     runs[0] = dataclasses.replace(runs[0], continued=[{"device": "another"}])
     records.write(tmp_path / "some.json", records.Results("copy", METRIC, runs[:1]))
     assert "(1 of 1 without a clean revision)" in page.text(tmp_path)
+
+
+def test_a_curve_has_the_mean_of_all_seeds_or_none(tmp_path):
+    """Their thin curves may keep other steps, and one may have ended early."""
+    longer = {"step": [0, 5, 10, 15], "value": [[0.0], [0.2], [0.4], [0.6]]}
+    runs = [one_record([0.6]), dataclasses.replace(one_record([0.6], seed=1), curve=longer)]
+    records.write(tmp_path / "some.json", records.Results("copy", METRIC, runs))
+    (tmp_path / "1.md").write_text("{curve some 0 5 10 15}")
+    (row,) = cells(page.text(tmp_path))[2:]
+    assert row == ["gru", "0.0000 [0.0000, 0.0000]", "", "0.5000 [0.4000, 0.6000]", ""]
 
 
 def test_a_record_tells_who_went_on_with_the_run(tmp_path):

@@ -86,6 +86,14 @@ def log(run: Run) -> Path:
     return run.workdir.with_name(f"{run.workdir.name}.log")
 
 
+def _cores() -> list[int | None]:
+    """The cores that this process may use; None for each where the system does not name them, as
+    macOS: no run can be kept on one."""
+    if hasattr(os, "sched_getaffinity"):
+        return [*sorted(os.sched_getaffinity(0))]
+    return [None] * (os.cpu_count() or 1)
+
+
 class Local:
     """Processes of this machine, each on a core of its own where they are to use all of them.
 
@@ -93,7 +101,7 @@ class Local:
     """
 
     def __init__(self, options: Options) -> None:
-        cores: list[int | None] = [*sorted(os.sched_getaffinity(0))]
+        cores = _cores()
         self.slots: int | None = options.processes or len(cores)
         self._cores = cores if self.slots >= len(cores) else [None]
         self._free = list(range(self.slots))
@@ -130,7 +138,7 @@ class OnRay:
     def __init__(self, options: Options) -> None:
         self._ray: Any = _module("ray", "ray")
         address = os.environ.get("RAY_ADDRESS", "local")
-        workers = options.processes or len(os.sched_getaffinity(0))
+        workers = options.processes or len(_cores())
         self.slots: int | None = workers
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         cluster_options = (
@@ -180,7 +188,7 @@ class OnSlurm:
         is_local = options.cluster == "local"
         self.slots: int | None = None
         if is_local:  # submitit's own start all at once
-            self.slots = options.processes or len(os.sched_getaffinity(0))
+            self.slots = options.processes or len(_cores())
         try:
             self._executor = submitit.AutoExecutor(directory / "submitit", options.cluster)
         except RuntimeError as error:

@@ -82,9 +82,15 @@ class Row(NamedTuple):
 
     @property
     def budgets(self) -> list[str]:
-        """The lengths that their commands ask for."""
-        lengths = (re.findall(r"--(?:steps|epochs)=\S+", run.command) for run in self.runs)
-        return sorted({" ".join(words) or "the protocol's" for words in lengths})
+        """The lengths that their commands ask for; the same one in two spellings is one."""
+        lengths: dict[str, str] = {}
+        for run in self.runs:
+            words = re.findall(r"--(?:steps|epochs)=\S+", run.command)
+            lengths.setdefault(" ".join(words) or "the protocol's", run.command)
+        if len(lengths) == 1:
+            return list(lengths)
+        by_steps = {sweeps.steps(command) or text: text for text, command in lengths.items()}
+        return sorted(by_steps.values())
 
     @property
     def steps(self) -> list[int]:

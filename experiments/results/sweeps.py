@@ -17,6 +17,7 @@ from experiments.sweep import plan
 
 # What a seed with a rate is: the binary, the digest of its settings, steps, seed, rate.
 _Lane = tuple[str, str, int, int, float]
+_BY_NAME = {experiment.name: experiment for experiment in EXPERIMENTS}
 
 
 def markdown(directory: Path) -> str:
@@ -54,21 +55,41 @@ _UNKNOWN_SIZES = ("own", "coco", "flickr8k")
 
 def _finished(directory: Path) -> dict[_Lane, str]:
     """The file of each finished run of a seed, by what its command means today."""
-    experiments = {experiment.name: experiment for experiment in EXPERIMENTS}
     files = {}
     for path in sorted(directory.glob("*.json")):
         results = read(path)
         for run in results.runs:
-            if run.finished and results.experiment in experiments:
-                words = [word.removeprefix("--").partition("=") for word in run.command.split()[3:]]
-                flag_values = {name: value for name, _, value in words}
-                experiment = experiments[results.experiment]
+            if run.finished and results.experiment in _BY_NAME:
+                flag_values = _flags(run.command)
+                experiment = _BY_NAME[results.experiment]
                 if _dataset(experiment, flag_values) in _UNKNOWN_SIZES:
                     continue
                 for lane in _lanes(path, experiment, flag_values):
                     if lane[3] in run.seeds and run.rate in (None, lane[4]):
                         files[lane] = path.name
     return files
+
+
+def steps(command: str) -> int | None:
+    """How many steps a run's command asks for; None if that is not known without its data, or it
+    can no longer be given.
+
+    Args:
+      command: of a record.
+    """
+    module, flag_values = command.split()[2], _flags(command)
+    experiment = _BY_NAME.get(module.removeprefix("experiments."))
+    try:
+        if experiment is None or _dataset(experiment, flag_values) in _UNKNOWN_SIZES:
+            return None
+        return plan.configured(experiment, flag_values).training.steps
+    except (UserError, Error):
+        return None
+
+
+def _flags(command: str) -> dict[str, str]:
+    words = [word.removeprefix("--").partition("=") for word in command.split()[3:]]
+    return {name: value for name, _, value in words}
 
 
 def _dataset(experiment: Experiment, flags: Mapping[str, Any]) -> Any:

@@ -112,6 +112,28 @@ def test_runs_of_other_budgets_settle_nothing():
     assert claims.unsettled(row) == ["budgets of --steps=3 and the protocol's"]
 
 
+@pytest.mark.parametrize(
+    ("commands", "budgets"),
+    [
+        (["copy --steps=3000", "copy"], 1),
+        (["copy --steps=+3000", "copy --steps=3000", "copy --protocol=small"], 1),
+        (["copy --steps=3000", "copy --protocol=ur"], 2),
+        (["pixels --epochs=2 --batch_size=100", "pixels --steps=24 --batch_size=100"], 1),
+        (["copy --steps=3000 --stepz=3", "copy"], 2),  # no such flag today: as it stands
+        (["copy --steps=3000", "copy --protocol=none"], 2),
+        (["nothing --steps=3000", "nothing"], 2),
+        (["language_model --dataset=own --steps=9", "language_model --dataset=own"], 2),
+    ],
+)
+def test_budgets_are_what_commands_mean(commands, budgets):
+    runs = [
+        dataclasses.replace(one_record([0.5], seed=seed), command=f"python -m experiments.{words}")
+        for seed, words in enumerate(commands)
+    ]
+    (row,) = _rows(runs)
+    assert len(row.budgets) == budgets
+
+
 def test_a_table_counts_runs_without_a_clean_revision(tmp_path):
     runs = [
         dataclasses.replace(one_record([0.5], seed=seed), revision=revision)

@@ -229,7 +229,7 @@ def state_fields(cell: rg.Cell) -> tuple[str, ...]:
 
 def field_of(name: str) -> str | int:
     """A field as the library takes it: a name or a number."""
-    return int(name) if name.lstrip("-").isdecimal() else name
+    return int(name) if name.removeprefix("-").isdecimal() else name
 
 
 def reads_missing(cell: rg.Cell) -> bool:

@@ -176,7 +176,10 @@ class Config:
                 f"the input alone; give --{flag}=0."
             )
         cuts = carry.detach_prob or carry.damp_prob
-        cuts_memory = cuts and carry.detach_state in ("c", "n", "m")
+        cut_field = field_of(carry.detach_state)
+        if isinstance(cut_field, int) and 0 <= cut_field < len(fields):
+            cut_field = fields[cut_field]
+        cuts_memory = cuts and cut_field in ("c", "n", "m")
         if memory_is_scaled(cell) and (carry.zoneout_c or cuts_memory):
             flag = "zoneout_c" if carry.zoneout_c else f"detach_state={carry.detach_state}"
             raise UserError(

@@ -119,6 +119,7 @@ BAD = {
     "--cell=lstm --zoneout_h=nan": "--zoneout_h=nan: it must be a number",
     "--cell=gru --detach_prob=1 --detach_state=c": "the state of gru has no field 'c', it has h",
     "--cell=lstm --damp_prob=1 --detach_state=-1": "the state of lstm has no field '-1', it has c",
+    "--cell=lstm --damp_prob=1 --detach_state=--1": "the state of lstm has no field '--1', it has",
     "--detach_state=h": "--detach_state has no effect without --detach_prob or --damp_prob",
     "--cell=gato --zoneout_c=0.5": "the state of gato has no field 'c', it has r and s",
     "--cell=lstm --s_update=zero": "--s_update is not for lstm",

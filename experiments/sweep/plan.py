@@ -24,7 +24,7 @@ import itertools
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +77,11 @@ class Run(NamedTuple):
         items = self.flags.items()
         return {name: _text(value) for name, value in items if name not in _SWEPT}
 
+    @property
+    def row_key(self) -> frozenset[tuple[str, float | str]]:
+        """The same for all runs of a row, whatever the order of the flags; 1 is 1.0 and "1"."""
+        return frozenset((name, _number(text)) for name, text in self.row.items())
+
 
 def read(path: Path, directory: Path) -> list[Run]:
     """The runs that a file asks for, each checked.
@@ -95,7 +100,22 @@ def read(path: Path, directory: Path) -> list[Run]:
     ]
     if duplicates:
         raise UserError(f"{path} asks twice for the same run: {duplicates[0].line}.")
+    _check_seeds(path, runs)
     return runs
+
+
+def _check_seeds(path: Path, runs: Sequence[Run]) -> None:
+    """Raises ``UserError`` if two runs of a row have a seed in common, which would count twice."""
+    lanes = set()
+    for run in runs:
+        count = run.config.training.seeds
+        for seed, rate in run.config.training.lanes:
+            if (run.row_key, seed, rate) in lanes:
+                raise UserError(
+                    f"{path} asks twice for seed {seed} of {run.line}: with seeds = {count} the "
+                    f"seeds of the grid must be {count} apart, such as [0, {count}]."
+                )
+            lanes.add((run.row_key, seed, rate))
 
 
 def asked(path: Path) -> tuple[Experiment, list[Flags]]:
@@ -188,6 +208,13 @@ def configured(experiment: Experiment, flag_values: Flags) -> Config:
 
 def _texts(flag_values: Flags) -> list[str]:
     return [f"--{name}={_text(value)}" for name, value in flag_values.items()]
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _text(value: Any) -> str:

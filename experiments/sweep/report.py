@@ -85,11 +85,9 @@ def best_rows(runs: Sequence[Run], metric: Metric) -> list[Row]:
     groups: dict[frozenset[tuple[str, float | str]], dict[float, list[Run]]] = {}
     rows: dict[frozenset[tuple[str, float | str]], dict[str, str]] = {}
     for run in runs:
-        # Whatever the order of the flags, and 1 is 1.0 and "1".
-        key = frozenset((name, _number(text)) for name, text in run.row.items())
-        rows.setdefault(key, run.row)
+        rows.setdefault(run.row_key, run.row)
         for rate in run.config.training.learning_rates:
-            groups.setdefault(key, {}).setdefault(rate, []).append(run)
+            groups.setdefault(run.row_key, {}).setdefault(rate, []).append(run)
     labels = _labels(list(rows.values()))
     return [
         _best_row(label, by_rate, metric)
@@ -115,13 +113,6 @@ def _best_row(label: str, by_rate: dict[float, list[Run]], metric: Metric) -> Ro
     values = [value for run in finished_runs for value in _results(run, rate, metric)]
     missing = len(by_rate[rate]) - len(finished_runs)
     return Row(label, rate, len(by_rate), tuple(finished_runs), tuple(values), missing)
-
-
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _summary(run: Run) -> dict[str, Any] | None:

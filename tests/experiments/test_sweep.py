@@ -53,6 +53,9 @@ def test_a_grid_is_every_combination(tmp_path):
     assert asked == {(c, s, r) for c in ("gru", "lstm") for s in (0, 1) for r in (1e-3, 1e-2)}
     assert all(run.config.model.hidden_size == 6 for run in runs)
     assert len({run.row["cell"] for run in runs}) == 2 and "seed" not in runs[0].row
+    pairs = TOML.replace("[grid]", "seeds = 2\n[grid]").replace("[0, 1]", "[0, 2]")
+    lanes = [run.config.training.lanes for run in plan.read(sweep_file(tmp_path, pairs), tmp_path)]
+    assert {seed for run_lanes in lanes for seed, _ in run_lanes} == {0, 1, 2, 3}
     more = TOML + '[[also]]\nhidden_size = 7\n[also.grid]\ncell = ["rnn"]\n'
     last = plan.read(sweep_file(tmp_path, more), tmp_path / "runs")[-1].config.model
     assert (last.cell, last.hidden_size) == ("rnn", 7)
@@ -67,6 +70,10 @@ def test_a_grid_is_every_combination(tmp_path):
         (TOML + "[other]", "there is no 'other'"),
         (TOML.replace('["gru", "lstm"]', '"gru"'), "cell in the grid must be a list"),
         (TOML.replace("[0, 1]", "[0, 0]"), "asks twice for the same run"),
+        (
+            TOML.replace("[grid]", "seeds = 2\n[grid]"),
+            "with seeds = 2 the seeds of the grid must be 2 apart, such as [0, 2].",
+        ),
         (TOML.replace("lstm", "lstmm"), "There is no cell named 'lstmm'"),
         (
             TOML.replace("steps = 30", "stepz = 30"),

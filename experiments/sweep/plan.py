@@ -38,6 +38,12 @@ Flags = Mapping[str, Any]
 
 _SWEPT = ("seed", "learning_rate")  # they make no row of their own in the report
 
+# What changes nothing of a run but how long it is, and how and where it is made.
+_WITHOUT_DIRECTORY = (
+    *("steps", "epochs", "backend", "mesh", "data_dir"),
+    *("profile", "keep_checkpoints", "on_full_disk"),
+)
+
 
 class Run(NamedTuple):
     """A run of a sweep.
@@ -95,13 +101,25 @@ def read(path: Path, directory: Path) -> list[Run]:
     """
     experiment, combinations = asked(path)
     runs = [_run(path, experiment, combination, directory) for combination in combinations]
-    duplicates = [
-        run for run in runs if [candidate.workdir for candidate in runs].count(run.workdir) > 1
-    ]
-    if duplicates:
-        raise UserError(f"{path} asks twice for the same run: {duplicates[0].line}.")
+    _check_places(path, runs)
     _check_seeds(path, runs)
     return runs
+
+
+def _check_places(path: Path, runs: Sequence[Run]) -> None:
+    """Raises ``UserError`` if two runs would go into one directory."""
+    first_runs: dict[Path, Run] = {}
+    for run in runs:
+        first = first_runs.setdefault(run.workdir, run)
+        if first is run:
+            continue
+        names = [n for n in _WITHOUT_DIRECTORY if first.flags.get(n) != run.flags.get(n)]
+        if names:
+            raise UserError(
+                f"{path}: runs that differ in {' and '.join(names)} alone share one directory, so "
+                f"give each a file of its own: {run.line}."
+            )
+        raise UserError(f"{path} asks twice for the same run: {run.line}.")
 
 
 def _check_seeds(path: Path, runs: Sequence[Run]) -> None:

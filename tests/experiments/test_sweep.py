@@ -71,6 +71,16 @@ def test_a_grid_is_every_combination(tmp_path):
         (TOML.replace('["gru", "lstm"]', '"gru"'), "cell in the grid must be a list"),
         (TOML.replace("[0, 1]", "[0, 0]"), "asks twice for the same run"),
         (
+            TOML.replace("[grid]", "[grid]\nsteps = [20, 30]"),
+            "runs that differ in steps alone share one directory",
+        ),
+        (
+            TOML + '[[also]]\nbackend = "scan"\n[also.grid]\nsteps = [20]\ncell = ["gru"]\n'
+            "learning_rate = [1e-3]\nseed = [0]\n",
+            "runs that differ in steps and backend alone share one directory",
+        ),
+        (TOML.replace("[0, 1]", '[0, "0"]'), "asks twice for the same run"),
+        (
             TOML.replace("[grid]", "seeds = 2\n[grid]"),
             "with seeds = 2 the seeds of the grid must be 2 apart, such as [0, 2].",
         ),
@@ -94,6 +104,11 @@ def test_a_file_that_cannot_be_is_one_sentence(tmp_path, text, sentence):
         plan.read(sweep_file(tmp_path, text), tmp_path / "runs")
     assert sentence in str(refusal.value)
     assert str(tmp_path / "sweep.toml") in str(refusal.value)
+
+
+def test_steps_of_a_schedule_that_ends_make_directories(tmp_path):
+    text = TOML.replace("[grid]", 'schedule = "cosine"\n[grid]\nsteps = [20, 30]')
+    assert len(plan.read(sweep_file(tmp_path, text), tmp_path / "runs")) == 16
 
 
 def finish(run, watched, value):

@@ -237,5 +237,5 @@ def _number(text: str) -> float | str:
 
 def _text(value: Any) -> str:
     if isinstance(value, list):
-        return ",".join(map(_text, value))
+        return ",".join(map(_text, value)) or "none"  # as the flags have it
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -106,6 +106,18 @@ def test_a_file_that_cannot_be_is_one_sentence(tmp_path, text, sentence):
     assert str(tmp_path / "sweep.toml") in str(refusal.value)
 
 
+def test_an_empty_list_is_none(tmp_path):
+    text = TOML.replace("[grid]", "decoder = []\n[grid]")
+    (run, *_) = plan.read(sweep_file(tmp_path, text), tmp_path / "runs")
+    assert run.config.model.decoder == () and "--decoder=none" in run.command
+    text = TOML.replace("[grid]", "[grid]\ndecoder = [[], [4, 3]]").replace("[0, 1]", "[0]")
+    runs = plan.read(sweep_file(tmp_path, text), tmp_path / "runs")
+    assert {run.config.model.decoder for run in runs} == {(), (4, 3)}
+    text = TOML.replace("learning_rate = [1e-3, 1e-2]", "learning_rates = [[]]")
+    with pytest.raises(UserError, match="--learning_rates must name at least one value"):
+        plan.read(sweep_file(tmp_path, text), tmp_path / "runs")
+
+
 def test_steps_of_a_schedule_that_ends_make_directories(tmp_path):
     text = TOML.replace("[grid]", 'schedule = "cosine"\n[grid]\nsteps = [20, 30]')
     assert len(plan.read(sweep_file(tmp_path, text), tmp_path / "runs")) == 16

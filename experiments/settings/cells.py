@@ -191,6 +191,12 @@ def own_settings(cell: rg.Cell) -> dict[str, Any]:
     return settings
 
 
+def has_whole_matrices(cell: rg.Cell) -> bool:
+    """Whether a cell's recurrent weights are in one block, as its class has them."""
+    defaults = {field.name: field.default for field in dataclasses.fields(cell)}
+    return defaults.get("heads") == 1 == getattr(cell, "heads", None)
+
+
 def left_to_protocols(cell: rg.Cell, name: str) -> bool:
     """Whether a protocol's default is for this cell's setting of that name.
 

@@ -143,6 +143,7 @@ def _cell_settings(
         bare_cell,
         check_size,
         feedback,
+        has_whole_matrices,
         left_to_protocols,
         own_settings,
         parts_of,
@@ -170,6 +171,8 @@ def _cell_settings(
             values[setting] = family[setting].value
         else:
             values[setting] = cell_values.get(setting)
+    if values["heads"] == 1 and has_whole_matrices(cell):
+        values["heads"] = None  # the same model
     if values["tmax"] == "hidden_size":
         values["tmax"] = settings["hidden_size"]
     if settings["detach_state"] == "feedback":

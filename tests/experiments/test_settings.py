@@ -378,9 +378,29 @@ def test_recurrent_weights_in_blocks_are_asked_for(cell):
     assert plain.model.heads is None and plain.hash() == tiny(cell=cell, hidden_size=12).hash()
     assert blocks.hash() != plain.hash()
     assert (build_cell(plain.model).heads, build_cell(blocks.model).heads) == (1, 3)
+    one = tiny(cell=cell, hidden_size=12, heads=1)
+    assert one.hash() == plain.hash() and build_cell(one.model) == build_cell(plain.model)
     with pytest.raises(UserError, match="must divide the 12 units") as refusal:
         build_cell(tiny(cell=cell, hidden_size=12, heads=5).model)
     assert "\n" not in str(refusal.value)
+
+
+def test_one_head_is_asked_for_where_a_cell_has_others(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_heads.py").write_text(
+        "import recurrent_gates as rg\nblocks = rg.LSTM(12, heads=3)\nwhole = rg.LSTM(12)\n"
+    )
+    for cell, heads, is_same in (
+        ("rmc", 2, False),
+        ("own_heads:blocks", 3, False),
+        ("own_heads:whole", 1, True),
+    ):
+        settings = {"cell": cell, "hidden_size": 12}
+        settings |= {"memory_slots": 2} if cell == "rmc" else {}
+        plain, one = tiny(**settings), tiny(**settings, heads=1)
+        assert (build_cell(plain.model).heads, build_cell(one.model).heads) == (heads, 1)
+        assert (plain.hash() == one.hash()) == is_same
+    sys.modules.pop("own_heads")
 
 
 def test_a_memory_in_changing_units_is_not_zoned_out():

@@ -2,7 +2,8 @@
 
 ``--to=adding DIR ...`` puts the runs of workdirs, or of all workdirs in a directory such as a
 sweep's, into ``docs/results/adding.json``. Then, and without it, ``docs/RESULTS.md`` and its
-figures are made anew from all that is in ``docs/results``.
+figures are made anew from all that is in ``docs/results``; with ``--directory=X`` they are
+``RESULTS.md`` and ``images/results`` beside X.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def define(values: FlagValues) -> None:
 
     flags.add(values, "to", "the file of results, without .json, that the runs are added to")
     flags.add(values, "unfinished", "take runs that are not finished, with their step", bool)
-    flags.add(values, "directory", "where the results are; default: docs/results")
+    place = "where the results are; RESULTS.md and images/results go beside it; default:"
+    flags.add(values, "directory", f"{place} docs/results")
 
 
 def begin(flag_values: dict[str, Any]) -> None:
@@ -45,6 +47,8 @@ def begin(flag_values: dict[str, Any]) -> None:
         raise UserError(f"--to={flag_values['to']} needs workdirs, such as runs/sweep/adding.")
     if not directory.is_dir():
         raise UserError(f"there is no directory {directory}: start from the clone's root.")
+    path = directory.parent / "RESULTS.md"
+    page.check_place(path)
     if workdirs:
         records.add(
             workdirs, directory, flag_values["to"], bool(flag_values.get("unfinished", False))
@@ -53,7 +57,6 @@ def begin(flag_values: dict[str, Any]) -> None:
         pattern = re.compile(rf"^\{{\w+ {name}\b", re.MULTILINE)
         if not any(pattern.search(section.read_text()) for section in directory.glob("*.md")):
             say(f"no page shows {name}: put a line {{runs {name}}} into one of {directory}/*.md")
-    path = directory.parent / "RESULTS.md"
     tables.write(path, page.text(directory))
     print(path)
     for page_figure in page.figures(directory):

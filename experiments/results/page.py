@@ -98,6 +98,25 @@ class Row(NamedTuple):
         return sorted({run.step for run in self.runs})
 
 
+def check_place(path: Path) -> None:
+    """Raises ``UserError`` if there is a file that is no page of results, and would be lost.
+
+    Args:
+      path: where the page is to be written.
+    """
+    try:
+        is_page = path.read_bytes().startswith(_NOTE.encode())
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+    if not is_page:
+        raise UserError(
+            f"{path} is no page of results, and would be overwritten: move it away, or choose "
+            "another --directory."
+        )
+
+
 def text(directory: Path) -> str:
     """The page, the same bytes for the same files.
 

@@ -205,3 +205,25 @@ def test_a_table_of_numbers_cites_runs(tmp_path):
     (tmp_path / "measurements.toml").write_text(table % "lstm")
     with pytest.raises(UserError, match=r"some.json has 0 rows with \{'cell': 'lstm'\}, not one"):
         page.text(tmp_path)
+
+
+def test_the_page_takes_no_other_files_place(tmp_path, program):
+    directory, path = tmp_path / "data", tmp_path / "RESULTS.md"
+    directory.mkdir()
+    (directory / "1.md").write_text("Prose.")
+    path.write_text("# My notes\n")
+    workdir = written(tmp_path / "run", tiny(), [0.5])
+    wish = ("experiments.results", "--to=some", f"--directory={directory}", str(workdir))
+    code, _, said = program(*wish)
+    assert (code, said.count("\n")) == (2, 1)
+    assert f"{path} is no page of results, and would be overwritten: move it away" in said
+    assert path.read_text() == "# My notes\n" and not (directory / "some.json").exists()
+    path.unlink()
+    assert program(*wish)[0] == 0
+    (directory / "1.md").write_text("Other prose.")
+    assert program(*wish)[0] == 0  # in the place of its own
+    assert path.read_text().endswith("-->\n\nOther prose.\n")
+    assert len(kept(directory, "some")) == 1
+    path.unlink()
+    path.mkdir()
+    assert "RESULTS.md cannot be read: Is a directory." in program(*wish)[2]

@@ -347,6 +347,7 @@ class LRU(Cell):
         turn = jax.random.uniform(phase, (units,), dtype, *open_interval)
         # Orvieto et al., Lemma 3.2: u (r_max^2 - r_min^2) + r_min^2 is |lambda|^2.
         squared = area * (self.r_max**2 - self.r_min**2) + self.r_min**2
+        squared = jnp.minimum(squared, 1 - jnp.finfo(dtype).epsneg)  # rounded it may be 1
         draws = [
             scale * jax.random.normal(k, shape, dtype)
             for k, shape, scale in zip(

@@ -81,6 +81,13 @@ def test_how_the_decays_start():
     assert_close(turn, np.linspace(0, 2 * np.pi, 4096), 3e-2)
 
 
+def test_a_ring_close_to_one_has_finite_parameters(x32):
+    """In float32 squares of |lambda| are rounded to 1 there."""
+    params = rg.LRU(64, r_min=1 - 1e-7).init_params(jax.random.key(0), 1)
+    assert np.isfinite(params["nu"]).all() and np.isfinite(params["gamma"]).all()
+    assert np.max(params["gamma"]) < 0
+
+
 @pytest.mark.parametrize("name", [*FAMILIES, "gato"])
 def test_a_forget_bias_is_where_the_bias_of_f_starts(name):
     def start(forget_bias):

@@ -18,13 +18,6 @@ from experiments.settings.metrics import Metric
 DOCUMENTS = ("GATO", "UR-gates", "h-detach", "Lecture")
 SETTLED = ("holds", "holds only under", "contradicted")
 VERDICTS = (*SETTLED, "undecided", "not run")
-_PLURAL_VERDICTS = (
-    "hold",
-    "hold only under a condition",
-    "are contradicted",
-    "are undecided",
-    "were not run",
-)
 ENOUGH = 3  # seeds that a verdict needs
 _CITATION = re.compile(r"\{([^{}]*)\}")
 
@@ -125,7 +118,7 @@ def _place(claim: Claim) -> str:
 
 
 def markdown(claims: Sequence[Claim], select: Select) -> str:
-    """How many claims have which verdict, then a table of the claims of each document.
+    """A table of the claims of each document.
 
     Args:
       claims: to be shown.
@@ -136,16 +129,7 @@ def markdown(claims: Sequence[Claim], select: Select) -> str:
         ``ENOUGH`` seeds, or unfinished ones, leave a claim undecided; or if a citation is not of
         one row.
     """
-    tested_claims = [claim for claim in claims if claim.evidence.startswith("tests/")]
-    trained_claims = [claim for claim in claims if claim not in tested_claims]
-    parts = [
-        f"Of {len(group)} claims {topic}: {_counts(group)}."
-        for group, topic in (
-            (tested_claims, "of mathematics, shown by tests"),
-            (trained_claims, "of experiments"),
-        )
-        if group
-    ]
+    parts = []
     head = ["claim", "where", "paper", "ours: mean [min, max], n", "size of ours", "verdict"]
     for document in DOCUMENTS:
         rows = [_cells(claim, select) for claim in claims if claim.document == document]
@@ -154,10 +138,22 @@ def markdown(claims: Sequence[Claim], select: Select) -> str:
     return "\n\n".join(parts)
 
 
-def _counts(claims: Sequence[Claim]) -> str:
-    counts = collections.Counter(claim.verdict for claim in claims)
-    phrases = zip(VERDICTS, _PLURAL_VERDICTS, strict=True)
-    return ", ".join(f"{counts[verdict]} {words}" for verdict, words in phrases if counts[verdict])
+def tally(claims: Sequence[Claim]) -> str:
+    """A table of how many claims have which verdict: experiments by document, and mathematics."""
+    tested_claims = [claim for claim in claims if claim.evidence.startswith("tests/")]
+    groups = {
+        f"experiments of {document}": [
+            claim for claim in claims if claim.document == document and claim not in tested_claims
+        ]
+        for document in DOCUMENTS
+    }
+    groups["mathematics, shown by tests"] = tested_claims
+    body = []
+    for name, group in groups.items():
+        counts = collections.Counter(claim.verdict for claim in group)
+        if group:
+            body.append([name, *(str(counts[verdict]) for verdict in VERDICTS)])
+    return tables.markdown(["claims", *VERDICTS], body)
 
 
 def unsettled(row: _Row) -> list[str]:

@@ -194,6 +194,7 @@ def _figure(directory: Path, name: str, *words: str) -> str:
 
 def _table(directory: Path, section: Path, words: Sequence[str]) -> str:
     makers: Mapping[str, Callable[..., str]] = {
+        "tally": _tally,
         "claims": _claims,
         "runs": _runs,
         "curve": _curve,
@@ -211,6 +212,10 @@ def _table(directory: Path, section: Path, words: Sequence[str]) -> str:
     except TypeError:
         raise UserError(f"{section}: {{{' '.join(words)}}} names no table.") from None
     return make(directory, *words[1:])
+
+
+def _tally(directory: Path) -> str:
+    return claims.tally(claims.read(directory / "papers.toml"))
 
 
 def _claims(directory: Path) -> str:

@@ -1,4 +1,4 @@
-"""What the papers claim, and what our runs say of it: the first screen of the page."""
+"""What the papers claim, and what our runs say of it."""
 
 from __future__ import annotations
 

@@ -3,8 +3,10 @@
 The page is the files ``*.md`` of ``docs/results`` in the order of their names. A line of its own in
 braces is a table:
 
+``{tally}``
+    how many claims of ``papers.toml`` have which verdict;
 ``{claims}``
-    the first screen, from ``papers.toml``;
+    the claims, a table for each document;
 ``{runs NAME [flag=value ...]}``
     the runs of ``NAME.json`` with these settings, a row for all seeds of one setting;
 ``{curve NAME STEP [STEP ...]}``

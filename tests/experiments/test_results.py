@@ -261,7 +261,7 @@ def test_rows_go_by_cell_and_then_by_the_size_of_their_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("prose", "sentence"),
     [
-        ("{sums some}", "must begin with one of claims, runs, curve, figure, numbers"),
+        ("{sums some}", "must begin with one of tally, claims, runs, curve, figure, numbers"),
         ("{runs}", "names no table"),
         ("{sweeps some}", "names no table"),
         ("{runs none}", "none.json cannot be read"),

@@ -123,6 +123,47 @@ def test_what_is_not_a_number_stays_so():
     assert_identical(d_first[4], np.zeros((2, 3), np.float32))
 
 
+@pytest.mark.parametrize("hidden", [1, 2])
+def test_an_infinite_input_reaches_no_unit_that_is_off(hidden):
+    """Nor a hidden unit that fills up a pair; nor does an infinite cotangent come back from one."""
+    values = operands(5, 2, 3, hidden)
+    values[0][2] = np.inf
+    values[2][:] = -1
+    total, _ = both(*values)
+    assert_identical(np.asarray(total[2]), np.zeros(3, np.float32))
+    values[0][2], values[1][2], values[3][:], values[5][2] = 1, 1, -1, np.inf
+    _, (d_x, d_r, *_) = both(*values)
+    assert not np.any(d_x[2]) and not np.any(d_r[2])
+
+
+def test_the_cotangent_of_data_is_not_formed():
+    """Of x where it is data; the others are the same to the bit."""
+    *values, d = operands(*SIZES[2])
+
+    def gradients(argnums):
+        @jax.jit
+        def compiled(*inputs):
+            return jax.grad(lambda *inputs: jnp.vdot(two_layer.total(*inputs), d), argnums)(*inputs)
+
+        return compiled(*values), compiled.lower(*values).as_text()
+
+    own, text = gradients((1, 2, 3, 4))
+    both_kinds, whole = gradients((0, 1, 2, 3, 4))
+    assert_identical(own, both_kinds[1:])
+    assert "of_x = 0" in text and "of_x = 1" in whole
+
+
+def test_weights_beyond_a_cache_are_left_to_fused():
+    cell, (params, _, carry) = arrays(lambda units: rg.GATO(2 * units), "small")
+    params = cell.init_params(jax.random.key(0), 100)
+    xs = jnp.ones((5, 3, 100))
+    with pytest.raises(ValueError, match="one more than the inputs must be at most 3200"):
+        rg.unroll(cell, params, xs, carry, backend="native")
+    assert_close(
+        rg.unroll(cell, params, xs, carry), rg.unroll(cell, params, xs, carry, backend="scan"), 1e-6
+    )
+
+
 def gato(units):
     return rg.GATO(2 * units, g=rg.TwoLayer(9))
 

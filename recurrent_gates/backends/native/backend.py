@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from recurrent_gates import checks, target
+from recurrent_gates.backends import fused
 from recurrent_gates.backends.native import gated, gato, library, two_layer
-from recurrent_gates.backends.native.kernel import in_rows, scales
 from recurrent_gates.backends.shared.two_layer import is_two_layer
 from recurrent_gates.base import Cell
-from recurrent_gates.carry import get_field
+from recurrent_gates.carry import CarryFn, Damp, Detach, get_field
 from recurrent_gates.cells import LSTM
 from recurrent_gates.declared import Params
 from recurrent_gates.scan import Loop, Segment
@@ -48,7 +49,7 @@ def _support(cell: Cell) -> _Support | None:
     if gato.has_kernels(cell):
         return _Support(gato.NAME, len(gato.SLOTS) + 3, "r", masks=False)
     if is_two_layer(cell):
-        return _Support(two_layer.NAME, len(gato.SLOTS) + 5, "r", masks=True)
+        return _Support(two_layer.NAME, 8, "r", masks=True)
     kernels = gated.kernels(cell)
     if kernels is None:
         return None
@@ -84,7 +85,7 @@ def unsupported(loop: Loop) -> str | None:
     if has_masks and not support.masks:
         return f"kernels of {type(cell).__name__} know no masks and resets."
     if not all(
-        scales(fn, noise, support.field)
+        _scales(fn, noise, support.field)
         for fn, noise in zip(loop.carry_fns, loop.stream.noise, strict=True)
     ):
         return (
@@ -112,11 +113,22 @@ def _is_cut(leaf: Any) -> bool:
     return any(axis is not None for axis in getattr(sharding, "spec", ()))
 
 
+def _scales(fn: CarryFn, noise: Any, field: str) -> bool:
+    """Whether a carry function multiplies the gradient of a field by a number a step."""
+    if fn.field != field:
+        return False
+    if type(fn) is Damp:
+        return jnp.ndim(fn.p) == 0
+    return type(fn) is Detach and (noise is None or noise.ndim == 1)
+
+
 def chunk(loop: Loop) -> int | None:
     """The steps per rematerialised chunk that this backend wants, or None for no chunks."""
     support = _support(loop.settings.cell)
     assert support is not None
     step_bytes = 4 * jax.tree.leaves(loop.carry)[0].size * support.numbers
+    if is_two_layer(loop.settings.cell):
+        return None if loop.steps * step_bytes <= _CHUNK_BYTES else fused.chunk(loop)
     if loop.steps * step_bytes <= _KEPT_BYTES:
         return None
     return max(1, _CHUNK_BYTES // step_bytes)
@@ -124,7 +136,33 @@ def chunk(loop: Loop) -> int | None:
 
 def segment(loop: Loop) -> Segment:
     """A stretch of time; same contract as ``scan_segment``."""
-    cell = loop.settings.cell
-    if is_two_layer(cell):
+    if is_two_layer(loop.settings.cell):
         return two_layer.segment(loop)
-    return in_rows(gato.segment if gato.has_kernels(cell) else gated.segment, loop)
+    run = gato.segment if gato.has_kernels(loop.settings.cell) else gated.segment
+    out = run(_of_rows(loop))
+    shape = loop.lead[1:]
+    last = jax.tree.map(lambda x: x.reshape(*shape, -1), out.carry)
+    ys, carries = jax.tree.map(
+        lambda x: x.reshape(loop.steps, *shape, x.shape[-1]), (out.ys, out.carries)
+    )
+    return Segment(last, ys, carries)
+
+
+def _of_rows(loop: Loop) -> Loop:
+    """The loop with one axis for the batch."""
+    axes = loop.settings.batch_dims
+    rows = math.prod(loop.lead[1:])
+    xs = loop.xs.reshape(loop.steps, rows, loop.xs.shape[-1])
+    carry, reset = jax.tree.map(
+        lambda x: x.reshape(rows, x.shape[axes]), (loop.carry, loop.reset_carry)
+    )
+    valid, resets = jax.tree.map(
+        lambda x: x.reshape(loop.steps, rows), (loop.stream.valid, loop.stream.resets)
+    )
+    return loop.replace(
+        settings=loop.settings._replace(batch_dims=1),
+        xs=xs,
+        carry=carry,
+        reset_carry=reset,
+        stream=loop.stream._replace(valid=valid, resets=resets),
+    )

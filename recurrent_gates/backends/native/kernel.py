@@ -5,8 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,13 +19,12 @@ from recurrent_gates.base import Cell
 from recurrent_gates.carry import (
     CarryFn,
     Damp,
-    Detach,
     get_field,
     scale_gradient,
     set_field,
 )
 from recurrent_gates.declared import Carry, Params
-from recurrent_gates.scan import Loop, Segment, Settings, Stream
+from recurrent_gates.scan import Loop, Settings, Stream
 
 
 class Masks(NamedTuple):
@@ -216,43 +214,3 @@ class Scale(CarryFn):
 def scaled_steps(values: jax.Array, scale: jax.Array | None) -> jax.Array:
     """What steps read of a field, ``[T, B, F]``, with the gradient that ``Scale`` leaves of it."""
     return values if scale is None else scale_gradient(values, scale[:, None, None])
-
-
-def scales(fn: CarryFn, noise: Any, field: str) -> bool:
-    """Whether a carry function multiplies the gradient of a field by a number a step."""
-    if fn.field != field:
-        return False
-    if type(fn) is Damp:
-        return jnp.ndim(fn.p) == 0
-    return type(fn) is Detach and (noise is None or noise.ndim == 1)
-
-
-def in_rows(run: Callable[[Loop], Segment], loop: Loop) -> Segment:
-    """What ``run`` makes of a loop, which it gets with one axis for the batch."""
-    out = run(_of_rows(loop))
-    shape = loop.lead[1:]
-    last = jax.tree.map(lambda x: x.reshape(*shape, -1), out.carry)
-    ys, carries = jax.tree.map(
-        lambda x: x.reshape(loop.steps, *shape, x.shape[-1]), (out.ys, out.carries)
-    )
-    return Segment(last, ys, carries)
-
-
-def _of_rows(loop: Loop) -> Loop:
-    """The loop with one axis for the batch."""
-    axes = loop.settings.batch_dims
-    rows = math.prod(loop.lead[1:])
-    xs = loop.xs.reshape(loop.steps, rows, loop.xs.shape[-1])
-    carry, reset = jax.tree.map(
-        lambda x: x.reshape(rows, x.shape[axes]), (loop.carry, loop.reset_carry)
-    )
-    valid, resets = jax.tree.map(
-        lambda x: x.reshape(loop.steps, rows), (loop.stream.valid, loop.stream.resets)
-    )
-    return loop.replace(
-        settings=loop.settings._replace(batch_dims=1),
-        xs=xs,
-        carry=carry,
-        reset_carry=reset,
-        stream=loop.stream._replace(valid=valid, resets=resets),
-    )

@@ -1,9 +1,8 @@
-"""Two-layer GATO: r of all steps, then all increments of s, by kernels.
+"""Two-layer GATO: its increments by kernels, everything else as the backend ``fused`` has it.
 
-r depends on nothing that the two layers make, so that it comes from the kernels of a one-layer
-GATO, whose s nobody reads; where those do not serve, as the backend ``fused`` has it. The kernels
-of the increments (``kernels/two_layer.cc``) see rows, without time. Each is an operation of two
-forms, see ``switch``.
+All of r is known before the first increment is formed, so that the kernels
+(``kernels/two_layer.cc``) see rows, without time. Each is an operation of two forms, see
+``switch``.
 """
 
 from __future__ import annotations
@@ -12,70 +11,40 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from recurrent_gates.backends import fused
-from recurrent_gates.backends.native import gato, library, switch
-from recurrent_gates.backends.native.kernel import call, in_rows, scales, threads
+from recurrent_gates.backends.native import library, switch
+from recurrent_gates.backends.native.kernel import call, threads
 from recurrent_gates.backends.shared import two_layer
-from recurrent_gates.backends.shared.accumulation import feeding
-from recurrent_gates.backends.shared.rows import projected
-from recurrent_gates.gato import GATO, GATOState, OneLayer
+from recurrent_gates.gato import GATO, TwoLayer
 from recurrent_gates.scan import Loop, Segment, mark_residuals
 
 NAME = "two_layer"  # in ``library.KERNELS``
 
-_MOST_INPUTS = 96  # of more, the weights of a block of units leave a core's cache
+_MOST_WEIGHTS = 3200  # k (D + 1) of a unit, in a core's cache; 32 hidden units have 99 inputs
 
 
 def unsupported(loop: Loop) -> str | None:
     """Why a loop of a two-layer GATO in float32 is not served, in one sentence; None if it is."""
+    cell = loop.settings.cell
+    assert isinstance(cell, GATO) and isinstance(cell.g, TwoLayer)
     reason = fused.unsupported(loop)
-    if reason is None and not two_layer.serves(loop):
+    if reason is not None:
+        return reason
+    if not two_layer.serves(loop):
         return "kernels of a two-layer GATO are for one CPU device."
-    return reason or library.missing(NAME)
+    if cell.g.hidden * (loop.xs.shape[-1] + 1) > _MOST_WEIGHTS:
+        return (
+            "kernels of a two-layer GATO are for few inputs: hidden units times one more than the "
+            f"inputs must be at most {_MOST_WEIGHTS}."
+        )
+    return library.missing(NAME)
 
 
 def segment(loop: Loop) -> Segment:
     """A stretch of time; same contract as ``scan_segment``."""
-    sum_up = total if loop.xs.shape[-1] <= _MOST_INPUTS else two_layer.total
-    one_layer = _one_layer(loop)
-    if one_layer is None:
-        return fused.summed_segment(loop, sum_up)
-    cell = loop.settings.cell
-    ys = in_rows(gato.segment, one_layer).ys
-    r = ys[..., ys.shape[-1] // 2 :]
-    looped = one_layer.carry._replace(r=r, s=None)
-    last, carries = fused.accumulate(loop, None, looped, sum_up)
-    z = jax.eval_shape(projected, loop)  # of which only the dtype is read
-    ys = cell.emit(loop.params, carries, z)
-    return Segment(last, ys, carries if loop.settings.keep_carries else None)
-
-
-def _one_layer(loop: Loop) -> Loop | None:
-    """A loop of a one-layer GATO that has the r of this one; None if it has no kernels."""
-    cell, stream = loop.settings.cell, loop.stream
-    assert isinstance(cell, GATO)
-    one_layer = GATO(cell.features, f=cell.f, g=OneLayer(), parent=None)
-    fed = feeding(loop)
-    if not gato.has_kernels(one_layer) or library.missing(gato.NAME) is not None:
-        return None
-    if stream.valid is not None or stream.resets is not None:
-        return None
-    if not all(
-        scales(fn, noise, "r") for fn, noise in zip(fed.carry_fns, fed.stream.noise, strict=True)
-    ):
-        return None
-    zeros = jnp.zeros(cell.units, jnp.float32)
-    on_x = jnp.zeros((loop.xs.shape[-1], cell.units), jnp.float32)
-    slot = {"kernel": {"s": on_x}, "recurrent_kernel": {"s": zeros}, "bias": {"s": zeros}}
-    start = GATOState(loop.carry.r, jnp.zeros_like(loop.carry.r))
-    return fed.replace(
-        settings=loop.settings._replace(cell=one_layer, keep_carries=False),
-        params={"f": loop.params["f"], "g": slot},
-        carry=start,
-        reset_carry=start,
-    )
+    return fused.summed_segment(loop, total)
 
 
 @jax.custom_vjp
@@ -89,15 +58,22 @@ def total(
     return switch.run(_Forward(threads()), x, r, first, on_r, out)[0]
 
 
-def _forward(*inputs: jax.Array) -> tuple[jax.Array, Any]:
-    return mark_residuals(total(*inputs)), inputs
+def _forward(*inputs: CustomVJPPrimal) -> tuple[jax.Array, Any]:
+    values = [primal.value for primal in inputs]
+    # The cotangent of x is a third of the work, and nobody asks for that of data.
+    of_x = () if inputs[0].perturbed else None
+    return mark_residuals(total(*values)), (values, of_x)
 
 
-def _backward(inputs: tuple[jax.Array, ...], d_total: jax.Array) -> tuple[jax.Array, ...]:
-    return tuple(switch.run(_Backward(threads()), *inputs, d_total))
+def _backward(saved: Any, d_total: Any) -> tuple[Any, ...]:
+    values, of_x = saved
+    if isinstance(d_total, SymbolicZero):
+        return (None,) * len(values)
+    cotangents = switch.run(_Backward(threads(), of_x is not None), *values, d_total)
+    return (*([None] if of_x is None else []), *cotangents)
 
 
-total.defvjp(_forward, _backward)
+total.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,14 +99,17 @@ class _Backward:
 
     Attributes:
       threads: of each device.
+      of_x: whether that of x is asked for; if not, it is left out.
     """
 
     threads: int
+    of_x: bool
 
     def native(self, *leaves: jax.Array) -> list[jax.Array]:
         shapes = [leaf.shape for leaf in leaves[:-1]]
-        return [*call(NAME, "backward", shapes, leaves, threads=self.threads)]
+        shapes = shapes[not self.of_x :]
+        return [*call(NAME, "backward", shapes, leaves, threads=self.threads, of_x=int(self.of_x))]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:
         *inputs, d_total = leaves
-        return [*jax.vjp(two_layer.total, *inputs)[1](d_total)]
+        return [*jax.vjp(two_layer.total, *inputs)[1](d_total)][not self.of_x :]

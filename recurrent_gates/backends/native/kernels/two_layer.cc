@@ -24,7 +24,7 @@
 
 namespace {
 
-// Where a vector is above zero, or no number.
+// Where a vector is above zero, or not a number.
 #if defined(__AVX512F__)
 typedef uint16_t Mask;
 inline Mask is_on(Vector p) {
@@ -98,7 +98,7 @@ inline void pre_activations(const Pass& a, int64_t row, const float* first, cons
     for (int i = 0; i < 2; ++i) p[m][i] += w[i] * r[m];
 }
 
-constexpr int kRows = kAccumulators / 3;  // whose p are in registers, beside r and a sum of each
+constexpr int kRows = kAccumulators / 3;  // whose p are in registers, two of each
 
 struct Forward {
   const Pass& a;
@@ -117,9 +117,10 @@ struct Forward {
       pre_activations<rows>(a, row, weights.first(block, pair), on_r + i, r, p);
       const Vector w[2] = {load(out + i), load(out + i + kLanes)};
 #pragma GCC unroll 12
-      for (int m = 0; m < rows; ++m)
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; ++j) sum[m] += w[j] * at_least(p[m][j], 0.0f);
+      for (int m = 0; m < rows; ++m) sum[m] += w[0] * at_least(p[m][0], 0.0f);
+      if (2 * pair + 1 == a.hidden) break;  // of zero weights an infinite x makes NaN
+#pragma GCC unroll 12
+      for (int m = 0; m < rows; ++m) sum[m] += w[1] * at_least(p[m][1], 0.0f);
     }
 #pragma GCC unroll 12
     for (int m = 0; m < rows; ++m) store(a.total + (row + m) * J + at, sum[m], n);
@@ -140,7 +141,8 @@ struct Forward {
     const int threads = a.threads(of_pool);
     for (int64_t block = 0; block < a.blocks(); ++block) weights.pack(block);
     const int parts = int(std::min<int64_t>(4 * threads, up(a.rows, kRows)));
-    in_parts(frame, threads, parts, [this](int n, int parts) { run(part(a.rows, n, parts)); });
+    in_parts(frame, std::min(threads, parts), parts,
+             [this](int n, int parts) { run(part(a.rows, n, parts)); });
   }
 };
 
@@ -175,7 +177,7 @@ struct Backward {
   static constexpr int kWide = kRegisters / 4;      // sums of a row, or of a hidden unit, at once
   static constexpr int kAtOnce = 2;                 // rows, or hidden units
   static constexpr int64_t kParts = 16;             // of the units, whatever the threads
-  static constexpr int64_t kChunk = 1 << 15;        // numbers of d_x that are alive at a time
+  static constexpr int64_t kChunk = 1 << 15;        // numbers of d_x that a part has at a time
 
   const Pass& a;
   const Weights weights;
@@ -257,11 +259,11 @@ struct Backward {
 
   // Calls with the columns that are summed at once: where they begin, and how many.
   template <typename Call>
-  void each_columns(Call call) const {
-    const int64_t count = up(columns(a), kWide);
+  void each_columns(int64_t begin, Call call) const {
+    const int64_t all = columns(a) - begin, count = up(all, kWide);
     for (int64_t n = 0; n < count; ++n) {
-      const Range own = part(columns(a), n, count);
-      with_count<kWide>(int(own.end - own.begin), [&](auto wide) { call(own.begin, wide); });
+      const Range own = part(all, n, count);
+      with_count<kWide>(int(own.end - own.begin), [&](auto wide) { call(begin + own.begin, wide); });
     }
   }
 
@@ -276,11 +278,12 @@ struct Backward {
     for (int m = 0; m < rows; ++m) {
       const Vector d = load(a.d + (row + m) * J + at, n);
       for (int c = 0; c < wide; ++c) {
+        const Vector slope = sum[m][c], passed = slope == 0.0f ? slope : d * slope;  // d may be inf
         if (begin + c == D) {
-          store(a.d_r + (row + m) * J + at, d * sum[m][c], n);
+          store(a.d_r + (row + m) * J + at, passed, n);
         } else {
           float* to = d_x + (m * D + begin + c) * kLanes;
-          store(to, load(to) + d * sum[m][c]);
+          store(to, load(to) + passed);
         }
       }
     }
@@ -315,14 +318,16 @@ struct Backward {
       for (int64_t c = 0; c < D; ++c, to += kLanes) store(to, d * x[c]);
       store(to, d * load(a.r + (row + m) * J + at, n)), to += kLanes;
     }
-    each_columns([&](int64_t begin, auto known) {
-      constexpr int wide = decltype(known)::value;
+    each_columns(a.d_x == nullptr ? D : 0, [&](int64_t begin, auto wide) {
       for (int m = 0; m < rows; m += kAtOnce)
         with_count<kAtOnce>(std::min(kAtOnce, rows - m), [&](auto count) {
-          by_row<decltype(count)::value, wide>(row + m, begin, block, on + m, d_x + m * D * kLanes);
+          by_row<decltype(count)::value, decltype(wide)::value>(row + m, begin, block, on + m,
+                                                                d_x + m * D * kLanes);
         });
+    });
+    each_columns(0, [&](int64_t begin, auto wide) {
       for (int64_t i = 0; i < hidden(a); i += kAtOnce)
-        by_weight<wide>(i, begin, block, on, of_rows, rows);
+        by_weight<decltype(wide)::value>(i, begin, block, on, of_rows, rows);
     });
   }
 
@@ -330,20 +335,19 @@ struct Backward {
     float *of_rows = values + n * of_values(a), *d_x = d_xs + n * of_d_x(a);
     Mask* on = reinterpret_cast<Mask*>(reinterpret_cast<float*>(masks) + n * of_masks(a));
     const Range blocks = part(a.blocks(), n, parts(a));
-    std::fill_n(d_x, (rows.end - rows.begin) * a.inputs * kLanes, 0.0f);
+    if (a.d_x != nullptr) std::fill_n(d_x, (rows.end - rows.begin) * a.inputs * kLanes, 0.0f);
     for (int64_t block = blocks.begin; block < blocks.end; ++block)
       for (int64_t row = rows.begin; row < rows.end; row += kTile)
         tile(row, int(std::min<int64_t>(kTile, rows.end - row)), block, on, of_rows,
              d_x + (row - rows.begin) * a.inputs * kLanes);
   }
 
-  // d_x of all units, of rows that lie in d_xs from its beginning.
-  void add_up(Range rows) const {
-    const int64_t D = a.inputs;
-    for (int64_t i = 0; i < (rows.end - rows.begin) * D; ++i) {
+  // Numbers of d_x, of all units; the first row of d_xs is `first`.
+  void add_up(int64_t first, Range numbers) const {
+    for (int64_t i = numbers.begin; i < numbers.end; ++i) {
       Vector sum = load(d_xs + i * kLanes);
       for (int64_t n = 1; n < parts(a); ++n) sum += load(d_xs + n * of_d_x(a) + i * kLanes);
-      a.d_x[rows.begin * D + i] = ::total(sum);
+      a.d_x[first * a.inputs + i] = ::total(sum);
     }
   }
 
@@ -366,7 +370,10 @@ struct Backward {
     for (int64_t row = 0; row < a.rows; row += chunk(a)) {
       const Range rows{row, std::min(a.rows, row + chunk(a))};
       in_parts(frame, std::min(threads, count), count, [&](int n, int) { run(rows, n); });
-      add_up(rows);
+      if (a.d_x == nullptr) continue;
+      in_parts(frame, threads, threads, [&](int n, int parts) {
+        add_up(row, part((rows.end - rows.begin) * a.inputs, n, parts));
+      });
     }
     for (int64_t block = 0; block < a.blocks(); ++block) unpack(block);
   }
@@ -400,7 +407,7 @@ void backward(const XLA_FFI_CallFrame* frame) {
   Reader read(frame);
   Pass a = arguments(read);
   a.d = read.in();
-  a.d_x = read.out();
+  if (read.attribute("of_x")) a.d_x = read.out();
   a.d_r = read.out();
   a.d_first = read.out();
   a.d_on_r = read.out();

@@ -177,7 +177,7 @@ class Config:
             )
         cuts = carry.detach_prob or carry.damp_prob
         cut_field = field_of(carry.detach_state)
-        if isinstance(cut_field, int) and 0 <= cut_field < len(fields):
+        if isinstance(cut_field, int) and -len(fields) <= cut_field < len(fields):
             cut_field = fields[cut_field]
         cuts_memory = cuts and cut_field in ("c", "n", "m")
         if memory_is_scaled(cell) and (carry.zoneout_c or cuts_memory):

@@ -409,6 +409,7 @@ def test_a_memory_in_changing_units_is_not_zoned_out():
         "zoneout_c": {"zoneout_c": 0.1},
         "detach_state=n": {"detach_prob": 0.25, "detach_state": "n"},
         "detach_state=0": {"detach_prob": 0.25, "detach_state": "0"},  # c by its number
+        "detach_state=-1": {"damp_prob": 0.25, "detach_state": "-1"},  # m
         "detach_state=c": {"damp_prob": 0.25, "detach_state": "c"},
     }.items():
         with pytest.raises(UserError, match=f"--{flag}: c and n of slstm are in units of exp"):

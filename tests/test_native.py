@@ -226,7 +226,9 @@ def test_no_gradient_is_left_where_tanh_is_saturated(pre):
 # The portable form: what runs where a kernel cannot.
 
 
-@pytest.mark.parametrize("name", ["lstm", "ur_lstm", "gru", "janet", "gato1", "gato1_emits_s"])
+@pytest.mark.parametrize(
+    "name", ["lstm", "ur_lstm", "gru", "janet", "gato1", "gato1_emits_s", "gato2"]
+)
 def test_vmap_runs_the_portable_form(name):
     cell, (params, xs, carry) = arrays(CELLS[name], "small")
     masks = () if name.startswith("gato") else ("valid", "resets")
@@ -261,10 +263,12 @@ def test_exported_programs_hold_no_kernel(name):
     assert_close(restored.call(*values), run(*values), TOLERANCE)
 
 
-@pytest.mark.parametrize(("name", "fns"), [("lstm", ()), ("gru", FNS), ("gato1", FNS)])
+@pytest.mark.parametrize(
+    ("name", "fns"), [("lstm", ()), ("gru", FNS), ("gato1", FNS), ("gato2", FNS)]
+)
 def test_second_derivatives_are_the_scans(name, fns):
     cell, operands = arrays(CELLS[name], "small")
-    fns = tuple(fn(field="r" if name == "gato1" else "h") for fn in fns)
+    fns = tuple(fn(field="r" if name.startswith("gato") else "h") for fn in fns)
     options = dict(carry_fns=fns, noise=[np.arange(5) % 2 == 1, None] if fns else None)
     if name == "gru":
         masks = np.random.default_rng(0).random((2, 5, 3)) < 0.5

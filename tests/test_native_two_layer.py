@@ -168,34 +168,6 @@ def gato(units):
     return rg.GATO(2 * units, g=rg.TwoLayer(9))
 
 
-def test_vmap_runs_the_portable_form():
-    cell, (params, xs, carry) = arrays(gato, "small")
-    run = everything(cell, "native", masks=("valid", "resets"), return_carries="all")
-    lanes = jnp.stack([xs, 2 * xs])
-    mapped = jax.jit(jax.vmap(run, in_axes=(None, 0, None)))
-    assert "custom_call @recurrent_gates" not in mapped.lower(params, lanes, carry).as_text()
-    actual = mapped(params, lanes, carry)
-    for lane in range(2):
-        one = jax.tree.map(lambda x, lane=lane: x[lane], actual)
-        assert_close(one, run(params, lanes[lane], carry), 1e-5)
-
-
-def test_second_derivatives_are_the_scans():
-    cell, values = arrays(gato, "small")
-
-    def slopes(backend):
-        def loss(*operands):
-            return jnp.sum(jnp.sin(rg.unroll(cell, *operands, backend=backend)[1]))
-
-        def penalty(*operands):
-            gradients = jax.grad(loss, (0, 1, 2))(*operands)
-            return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(gradients))
-
-        return jax.jit(jax.grad(penalty, (0, 1, 2)))(*values)
-
-    assert_close(slopes("native"), slopes("scan"), 2e-5)
-
-
 @pytest.mark.parametrize(
     "cell",
     [

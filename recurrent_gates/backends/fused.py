@@ -143,7 +143,7 @@ def segment(loop: Loop) -> Segment:
 
 
 def summed_segment(loop: Loop, total: two_layer.Total | None = None) -> Segment:
-    """``segment``.
+    """``segment`` by a sum of the caller's.
 
     Args:
       loop: the loop.

@@ -102,13 +102,13 @@ def test_runs_have_cores_of_their_own_where_the_sweep_takes_all(
 def test_where_cores_have_no_names_runs_are_free_to_move(tmp_path, monkeypatch):
     path = tmp_path / "sweep.toml"
     path.write_text(TOML)
-    given = []
+    cores = []
     monkeypatch.delattr(executors.os, "sched_getaffinity")  # as on macOS
     monkeypatch.setattr(executors.os, "cpu_count", lambda: 3)
-    monkeypatch.setattr(process, "start", lambda command, log, core: given.append(core))
+    monkeypatch.setattr(process, "start", lambda command, log, core: cores.append(core))
     local = executors.Local(Options())
     local.start(plan.read(path, tmp_path / "runs")[: local.slots])
-    assert given == [None, None, None]
+    assert cores == [None, None, None]
 
 
 def test_what_sbatch_refuses_is_one_sentence(tmp_path, monkeypatch, capsys):

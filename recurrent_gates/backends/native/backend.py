@@ -49,7 +49,7 @@ def _support(cell: Cell) -> _Support | None:
     if gato.has_kernels(cell):
         return _Support(gato.NAME, len(gato.SLOTS) + 3, "r", masks=False)
     if is_two_layer(cell):
-        return _Support(two_layer.NAME, 8, "r", masks=True)
+        return _Support(two_layer.NAME, two_layer.NUMBERS, "r", masks=True)
     kernels = gated.kernels(cell)
     if kernels is None:
         return None

@@ -22,6 +22,10 @@ from recurrent_gates.scan import Loop, Segment, mark_residuals
 
 NAME = "two_layer"  # in ``library.KERNELS``
 
+NUMBERS = 8
+"""How many of a unit and step a backward pass reads: of f two projections and two pre-activations,
+r before and after the step, s, and the sum over the hidden units."""
+
 _MOST_WEIGHTS = 3200  # k (D + 1) of a unit, in a core's cache; 32 hidden units have 99 inputs
 
 
@@ -106,8 +110,7 @@ class _Backward:
     of_x: bool
 
     def native(self, *leaves: jax.Array) -> list[jax.Array]:
-        shapes = [leaf.shape for leaf in leaves[:-1]]
-        shapes = shapes[not self.of_x :]
+        shapes = [leaf.shape for leaf in leaves[not self.of_x : -1]]
         return [*call(NAME, "backward", shapes, leaves, threads=self.threads, of_x=int(self.of_x))]
 
     def portable(self, *leaves: jax.Array) -> list[jax.Array]:

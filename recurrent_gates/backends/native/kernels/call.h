@@ -14,7 +14,8 @@
 
 namespace {
 
-// Reads a call's arrays one after the other, as gated.py, gato.py, two_layer.py and kernel.py list them.
+// Reads a call's arrays one after the other, as gated.py, gato.py, two_layer.py and kernel.py list
+// them.
 class Reader {
  public:
   explicit Reader(const XLA_FFI_CallFrame* frame) : frame_(frame) {}

@@ -19,6 +19,7 @@ DOCUMENTS = ("GATO", "UR-gates", "h-detach", "Lecture")
 SETTLED = ("holds", "holds only under", "contradicted")
 VERDICTS = (*SETTLED, "undecided", "not run")
 ENOUGH = 3  # seeds that a verdict needs
+LEANINGS = ("with the paper", "against it", "neither")
 _CITATION = re.compile(r"\{([^{}]*)\}")
 
 
@@ -55,6 +56,7 @@ class Claim:
       paper: what it prints, where it prints a number.
       verdict: one of ``VERDICTS``.
       because: the condition under which it holds, why it is undecided or was not run.
+      leaning: of an undecided claim, what the means of our runs suggest: one of ``LEANINGS``.
       size: of ours against the paper's.
       results: ``{"file", flag: value, ...}``: the row of a file of results that is ours.
       of: what ours is a score of, where the claim does not say it.
@@ -68,6 +70,7 @@ class Claim:
     verdict: str
     paper: str = ""
     because: str = ""
+    leaning: str = ""
     size: str = ""
     results: dict[str, Any] = dataclasses.field(default_factory=dict)
     of: str = ""
@@ -111,6 +114,10 @@ def _check(claim: Claim) -> None:
         raise UserError(f"{place} is settled by runs and must name their row in results.")
     if claim.verdict in ("holds only under", "not run") and not claim.because:
         raise UserError(f'{place} is "{claim.verdict}" and must say because of what.')
+    if claim.verdict == "undecided" and claim.leaning not in LEANINGS:
+        raise UserError(f"{place} is undecided: its leaning must be one of {', '.join(LEANINGS)}.")
+    if claim.verdict != "undecided" and claim.leaning:
+        raise UserError(f'{place} is "{claim.verdict}" and has a leaning: leave it out.')
 
 
 def _place(claim: Claim) -> str:
@@ -139,7 +146,10 @@ def markdown(claims: Sequence[Claim], select: Select) -> str:
 
 
 def tally(claims: Sequence[Claim]) -> str:
-    """A table of how many claims have which verdict: experiments by document, and mathematics."""
+    """A table of the verdicts' numbers: experiments by document, and mathematics.
+
+    The undecided ones are counted by leaning.
+    """
     tested_claims = [claim for claim in claims if claim.evidence.startswith("tests/")]
     groups = {
         f"experiments of {document}": [
@@ -148,12 +158,17 @@ def tally(claims: Sequence[Claim]) -> str:
         for document in DOCUMENTS
     }
     groups["mathematics, shown by tests"] = tested_claims
+    head = [*SETTLED, *(_verdict("undecided", leaning) for leaning in LEANINGS), "not run"]
     body = []
     for name, group in groups.items():
-        counts = collections.Counter(claim.verdict for claim in group)
+        counts = collections.Counter(_verdict(claim.verdict, claim.leaning) for claim in group)
         if group:
-            body.append([name, *(str(counts[verdict]) for verdict in VERDICTS)])
-    return tables.markdown(["claims", *VERDICTS], body)
+            body.append([name, *(str(counts[verdict]) for verdict in head)])
+    return tables.markdown(["claims", *head], body)
+
+
+def _verdict(verdict: str, leaning: str) -> str:
+    return f"{verdict}, so far {leaning}" if leaning else verdict
 
 
 def unsettled(row: _Row) -> list[str]:
@@ -215,7 +230,8 @@ def _cited(claim: Claim, text: str, select: Select) -> str:
 
 
 def _cells(claim: Claim, select: Select) -> list[str]:
-    ours, verdict = _cited(claim, claim.ours, select), claim.verdict
+    ours = _cited(claim, claim.ours, select)
+    verdict = _verdict(claim.verdict, claim.leaning)
     explanation = _cited(claim, claim.because, select)
     reasons: list[str] = []
     if claim.results:
@@ -231,7 +247,7 @@ def _cells(claim: Claim, select: Select) -> list[str]:
         verdict = f"{verdict} {explanation}"
     else:
         reasons += [explanation] if explanation else []
-        if verdict == "undecided" and not reasons:
+        if claim.verdict == "undecided" and not reasons:
             raise UserError(f"{_place(claim)} is undecided: say why, because.")
         verdict += f" ({'; '.join(reasons)})" if reasons else ""
     return [

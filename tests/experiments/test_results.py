@@ -356,12 +356,42 @@ def test_a_verdict_needs_three_finished_seeds(tmp_path):
         verdict(tmp_path, [0.5, 0.6])
     with pytest.raises(UserError, match=r"with some cell=gru \(unfinished at step 10\)"):
         verdict(tmp_path, [0.5, 0.6, 0.7], finished=False)
-    undecided = CLAIM.replace("holds", "undecided")
-    assert verdict(tmp_path, [0.5], undecided) == "**undecided (n = 1)**"
+    undecided = CLAIM.replace("holds", "undecided") + 'leaning = "against it"\n'
+    assert verdict(tmp_path, [0.5], undecided) == "**undecided, so far against it (n = 1)**"
     with pytest.raises(UserError, match="is undecided: say why"):
         verdict(tmp_path, [0.5, 0.6, 0.7], undecided)
     because = undecided + 'because = "one encoding"\n'
-    assert verdict(tmp_path, [0.5], because) == "**undecided (n = 1; one encoding)**"
+    assert verdict(tmp_path, [0.5], because) == (
+        "**undecided, so far against it (n = 1; one encoding)**"
+    )
+
+
+def test_a_leaning_is_of_an_undecided_claim(tmp_path):
+    undecided = CLAIM.replace("holds", "undecided")
+    for more in ("", 'leaning = "yes"\n'):
+        with pytest.raises(UserError, match="leaning must be one of with the paper, against it, n"):
+            verdict(tmp_path, [0.5], undecided + more)
+    with pytest.raises(UserError, match='is "holds" and has a leaning: leave it out'):
+        verdict(tmp_path, [0.5, 0.6, 0.7], CLAIM + 'leaning = "neither"\n')
+
+
+def test_the_tally_counts_verdicts_by_document_and_leaning(tmp_path):
+    undecided = CLAIM.replace("holds", "undecided")
+    claims = [
+        CLAIM,
+        undecided + 'leaning = "with the paper"\nbecause = "ours"\n',
+        undecided.replace("GATO", "UR-gates") + 'leaning = "neither"\nbecause = "ours"\n',
+        CLAIM[: CLAIM.index("results")] + 'evidence = "tests/test_gato.py"\n',
+    ]
+    (tmp_path / "papers.toml").write_text("".join(claims))
+    head, _, *body = cells(pages(tmp_path, [one_record([0.5, 0.6, 0.7])], "{tally}"))
+    counts = {row[0]: dict(zip(head[1:], map(int, row[1:]), strict=True)) for row in body}
+    nonzero = {name: {k: n for k, n in row.items() if n} for name, row in counts.items()}
+    assert nonzero == {
+        "experiments of GATO": {"holds": 1, "undecided, so far with the paper": 1},
+        "experiments of UR-gates": {"undecided, so far neither": 1},
+        "mathematics, shown by tests": {"holds": 1},
+    }
 
 
 def test_a_claim_cites_other_rows_with_what_they_lack(tmp_path):
@@ -375,6 +405,7 @@ def test_a_claim_cites_other_rows_with_what_they_lack(tmp_path):
 
     def shown(verdict, ours):
         text = claim.replace("holds", verdict) + f'ours = "{ours}"\nbecause = "it is ours"\n'
+        text += 'leaning = "neither"\n' if verdict == "undecided" else ""
         (tmp_path / "papers.toml").write_text(text)
         return cells(pages(tmp_path, runs, "{claims}"))[2][3]
 
@@ -412,6 +443,7 @@ def test_a_seed_that_two_revisions_ran_is_one_seed(tmp_path):
     with pytest.raises(UserError, match=r"some cell=gru \(n = 2 \(3 runs\)\)"):
         pages(tmp_path, runs, "{claims}")
     undecided = CLAIM.replace("holds", "undecided") + 'of = "gates"\nours = "others less"\n'
+    undecided += 'leaning = "neither"\n'
     (tmp_path / "papers.toml").write_text(undecided)
     first_again = dataclasses.replace(one_record([0.2]), revision="0123abc")
     shown = cells(pages(tmp_path, [runs[0], first_again], "{claims}"))[2]

@@ -129,6 +129,28 @@ def test_paths_are_norms_of_products():
         np.testing.assert_allclose(paths[blocked], want, rtol=0, atol=1e-12)
 
 
+def test_large_weights_suppress_the_gradient_through_the_cell_state():
+    """h-detach, 2.2: the other paths are polynomials of the recurrent weights, whose order grows.
+
+    The weights are doubled, three times, from their initialisation. After 100 steps the gradient
+    through c alone, a product of A_t, is a smaller share of the whole each time, in the mean of
+    three networks, and with each of them from first to last. (One of them may keep a forget gate
+    near 1 on the way, by saturation.)
+    """
+    cell = rg.LSTM(64, param_dtype=jnp.float64)
+    shares = []  # log10
+    for seed in range(3):
+        params = cell.init_params(jax.random.key(seed), D)
+        xs = array(seed, 100, D)
+        for scale in (1, 2, 4, 8):
+            larger = jax.tree.map(lambda w, scale=scale: scale * w, params["recurrent_kernel"])
+            paths = gradient_paths(cell, {**params, "recurrent_kernel": larger}, xs)
+            shares.append(paths[("h",)][-1] - paths[()][-1])
+    shares = np.reshape(shares, (3, 4))
+    assert np.all(np.diff(shares.mean(0)) < -1), shares
+    assert np.all(shares[:, -1] < shares[:, 0] - 1), shares
+
+
 def test_norms_of_blocks():
     cell, params, xs, carry = lstm()
     steps = step_jacobians(cell, params, xs, carry)

@@ -168,7 +168,7 @@ class GRUD(SlotCell):
     [V], "state": [F]}}``.
 
     Attributes:
-      decay_init: start of the rates of decay; their biases start as the others.
+      decay_init: start of the rates of decay; their biases start at 0, whatever ``bias_init`` is.
 
     Raises:
       ValueError: for a size below 1, inputs whose width is no multiple of 3, or a number of bias
@@ -176,7 +176,8 @@ class GRUD(SlotCell):
 
     Note:
       The paper does not say how rates start. Ours: at nearly 0, so that nothing is forgotten until
-      training says so, but above it: at 0 and below a rate has no gradient.
+      training says so, but above it: at 0 and below a rate has no gradient. A drawn bias would
+      start half of them there.
     """
 
     decay_init: Initializer = _RATES
@@ -209,10 +210,7 @@ class GRUD(SlotCell):
             "kernel": {
                 name: self.decay_init(keys.pop(), shape, dtype) for name, shape in shapes.items()
             },
-            "bias": {
-                name: self.bias_init(keys.pop(), shape[-1:], dtype)
-                for name, shape in shapes.items()
-            },
+            "bias": {name: jnp.zeros(shape[-1:], dtype) for name, shape in shapes.items()},
         }
         return {**super().init_params(key, 2 * variables), "decay": decay}
 

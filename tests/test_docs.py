@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import pytest
 
 import recurrent_gates as rg
+from experiments.catalog import EXPERIMENTS
 from tests.support import run_as_main, thinned
 
 ROOT = Path(__file__).parents[1]
@@ -229,6 +230,17 @@ def test_parameter_table_is_what_the_cells_have():
             init = functools.partial(cell.init_params, in_features=int(inputs))
             shapes = jax.eval_shape(init, jax.random.key(0))
             assert f"{rg.count_parameters(shapes):,}" == count
+
+
+def test_protocols_table_is_what_the_experiments_have():
+    page = (ROOT / "docs/guide/experiments.md").read_text()
+    table = page.split("| task | protocols beside `small` |\n|---|---|\n")[1].split("\n\n")[0]
+    printed = {}
+    for line in table.splitlines():
+        tasks, protocols = line.strip("|").split("|")
+        for task in tasks.split(","):
+            printed[task.strip()] = set(re.findall(r"`(\w+)`", protocols))
+    assert printed == {e.name: set(e.protocols) - {"small"} for e in EXPERIMENTS}
 
 
 # The API pages

@@ -64,6 +64,8 @@ _UR_CELLS = {
     "*": {**LIBRARY_CELLS["*"], "downsize": Sourced(32, "UR D: C = 32 for program execution")},
 }
 
+_MIX = "UR D.4; ours: nestings up to --nesting, in the published code up to --length"
+
 _PROTOCOLS = {
     "ur": Protocol(
         settings={
@@ -71,7 +73,7 @@ _PROTOCOLS = {
             "category": Sourced("program", "UR E.3: Addition, Control and Program"),
             "length": Sourced(9, "UR E.3"),
             "nesting": Sourced(4, "UR E.3"),
-            "curriculum": Sourced("mix", "UR D.4"),
+            "curriculum": Sourced("mix", _MIX),
             "inputs": Sourced("one_hot", "Santoro et al.'s code"),
             "hidden_size": Sourced(
                 1024, "UR D.4: 1024 or 2048; of the RMC 2 or 4 slots (--memory_slots) of 512"
@@ -94,7 +96,7 @@ _PROTOCOLS = {
             "category": Sourced("addition", "ours: what two cores learn in minutes"),
             "length": Sourced(2, "ours: as category"),
             "nesting": Sourced(2, "ours: as category"),
-            "curriculum": Sourced("mix", "UR D.4"),
+            "curriculum": Sourced("mix", _MIX),
             "inputs": Sourced("one_hot", "Santoro et al.'s code"),
             "hidden_size": Sourced(128, "ours: as category"),
             "embedding": Sourced(0, "Santoro et al.'s code: one-hot"),

@@ -13,7 +13,7 @@ from experiments.adding.task import AddingTask
 from experiments.forgetting.settings import ForgettingSettings
 from experiments.settings.errors import UserError
 from experiments.settings.model import ModelSettings
-from recurrent_gates import RNN, Cell, Gate, Stack
+from recurrent_gates import RGLRU, RNN, Cell, Gate, MinLSTM, Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +39,20 @@ def saturate(cell: Cell, bias: float) -> Cell:
       bias: of every forget gate.
 
     Raises:
-      UserError: if the cell has no such gate.
+      UserError: if the cell has no such gate, or makes its decay of the gate in another way.
     """
     gate = getattr(cell, "gate", None)
     if not isinstance(gate, Gate) or gate.activation != "sigmoid" or gate.master:
         raise UserError(
             "--cell must have a sigmoid forget gate without master gates, such as lstm, r_lstm "
             "or ur_lstm."
+        )
+    # minLSTM divides f by f + i, which is 1 for a tied gate and where the bias of f closes i.
+    divides = isinstance(cell, MinLSTM) and not gate.tied and gate.bias == "constant"
+    if divides or isinstance(cell, RGLRU):
+        raise UserError(
+            "--cell: the decay of an rg_lru, or of a minlstm with a standard gate, does not start "
+            "at --gate_bias; take u_minlstm, r_minlstm or mingru."
         )
     settings = dataclasses.asdict(gate) | {"forget_bias": bias, "refine_bias": "zero"}
     return cell.clone(gate=SaturatedGate(**settings))

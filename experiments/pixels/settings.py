@@ -38,6 +38,11 @@ class PixelsSettings:
         needs=("dataset", ("smnist", "pmnist", "fashion", "scifar10")),
     )
 
+    @property
+    def seeded(self) -> tuple[str, ...]:
+        """The settings that are the run's seed unless they are given."""
+        return ("permutation_seed",) if self.permutation == "random" else ()
+
 
 _OWN_ORDER = Depends("permutation", {"random": OnlySeed("permutation_seed"), "*": 0})
 

@@ -6,13 +6,16 @@ A review is words of no meaning in which stand, at random places,
 - three statements SUBJECT was ADVERB ADJECTIVE, one of a film and two of something else. The
   adverb "not" turns its own statement alone.
 
-The verdict is the film's adjective, turned by each of the two. So the words alone do not tell
-it, whatever their counts: one must know which adjective is the film's and remember "hardly".
+The verdict is the film's adjective, turned by each of the two. Who counts the words alone is right
+in two of three reviews (``by_counts``). Beyond that, one must know which adjective is the film's,
+and whether its adverb turns it.
 
 Letters: T steps, B batch.
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +88,22 @@ def _word_sample(key: jax.Array, words: tuple[str, ...], shape: tuple[int, ...])
     """Some of the words, which stand beside each other in the vocabulary, int32."""
     first = WORDS.index(words[0])
     return jax.random.randint(key, shape, first, first + len(words), jnp.int32)
+
+
+def by_counts() -> tuple[float, float]:
+    """The accuracy, and the mean loss in nats, of who knows how often each word stands in a review,
+    and not where: g of the statements have good adjectives, n have "not", and whether there is
+    "hardly" is known. Each is the film's with the same probability."""
+    accuracy = loss = 0.0
+    count = _STATEMENTS
+    for g in range(count + 1):
+        for n in range(count + 1):
+            weight = math.comb(count, g) / 2**count
+            weight *= math.comb(count, n) * _NOT**n * (1 - _NOT) ** (count - n)
+            p = (g * (count - n) + (count - g) * n) / count**2
+            accuracy += weight * max(p, 1 - p)
+            loss -= weight * sum(q * math.log(q) for q in (p, 1 - p) if q)
+    return accuracy, loss
 
 
 def text(words: jax.Array) -> str:

@@ -40,10 +40,16 @@ class SentimentTask(SentimentSettings, SupervisedTask):
     """
 
     name = "sentiment"
-    metrics = (
-        Metric("accuracy", True, 0.5, "chance"),
-        Metric("loss", False, math.log(2), "chance"),
-    )
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        accuracy, loss, baseline_name = 0.5, math.log(2), "chance"
+        if self.dataset == "grammar":
+            (accuracy, loss), baseline_name = grammar.by_counts(), "counts of words"
+        return (
+            Metric("accuracy", True, accuracy, baseline_name),
+            Metric("loss", False, loss, baseline_name),
+        )
 
     @property
     def words(self) -> int:

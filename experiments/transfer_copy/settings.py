@@ -15,7 +15,7 @@ _PROTOCOLS = {
             "length": Sourced(20, "ours: as tokens"),
             "inputs": Sourced("one_hot", "ours: learnt sooner than from the raw number"),
             "sequences": Sourced(0, "ours: as tokens"),
-            "held_out_sequences": Sourced(1000, "ours: a standard error below half a percent"),
+            "held_out_sequences": Sourced(1000, "ours: a standard error below a percent"),
             "hidden_size": Sourced(64, "ours: as tokens"),
             "steps": Sourced(25_000, "ours: as tokens; the plain LSTM needs 20,000"),
             "batch_size": Sourced(50, "ours: as tokens"),

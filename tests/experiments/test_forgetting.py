@@ -59,6 +59,20 @@ def test_every_unit_starts_saturated(name, bias):
     np.testing.assert_allclose(gates["i"], np.full(8, i), rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["u_minlstm", "r_minlstm", "c_minlstm", "ur_minlstm", "mingru"])
+def test_linear_recurrences_that_start_saturated(name):
+    cell = saturate(CELLS[name](8), 6.0)
+    params = cell.init_params(jax.random.key(0), 2)
+    gates = cell.gates(params, cell.initial(()), cell.project(params, jnp.zeros(2)))
+    np.testing.assert_allclose(gates["f"], np.full(8, 1 / (1 + np.exp(-6.0))), rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["minlstm", "rg_lru", "ur_rg_lru"])
+def test_linear_recurrences_that_do_not(name):
+    with pytest.raises(UserError, match="does not start at --gate_bias; take u_minlstm"):
+        saturate(CELLS[name](8), 6.0)
+
+
 @pytest.mark.parametrize("name", ["u_lstm", "ur_lstm"])
 def test_the_bias_drawn_before_is_still_trained(name):
     params = saturate(CELLS[name](8), 6.0).init_params(jax.random.key(0), 2)

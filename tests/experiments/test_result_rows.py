@@ -7,9 +7,11 @@ import pytest
 
 from experiments.catalog import EXPERIMENTS
 from experiments.command import tables
+from experiments.pixels.settings import PIXELS
 from experiments.results import claims, page, records
 from experiments.settings import config
 from experiments.settings.errors import UserError
+from experiments.settings.resolver import resolve
 from experiments.sweep import plan
 from tests.experiments.support import TINY, tiny
 from tests.experiments.test_results import RESULTS, cells, kept, one_record, written
@@ -30,6 +32,20 @@ def test_the_digest_of_a_row_leaves_seeds_and_rates_out():
     digest = _digest()
     assert digest == _digest(seed=3, learning_rates=(1.0,))
     assert digest != _digest(hidden_size=TINY["batch_size"])
+
+
+def test_seeds_with_a_permutation_of_their_own_are_of_one_row():
+    """h-detach's pMNIST: the order of the pixels follows the seed."""
+
+    def digest(**settings):
+        run = resolve(PIXELS, "hdetach", {"data_dir": "none", **settings})
+        return records.row_digest(run.identity_without_data(), run.task)
+
+    pmnist = [digest(dataset="pmnist", seed=seed) for seed in range(3)]
+    assert len(set(pmnist)) == 1
+    assert digest(dataset="pmnist", permutation_seed=7) != pmnist[0]
+    assert digest(dataset="pmnist", permutation_seed=7, seed=1) != pmnist[0]
+    assert digest(dataset="smnist") == digest(dataset="smnist", seed=1) != pmnist[0]
 
 
 def test_a_newer_setting_leaves_rows_together(monkeypatch):

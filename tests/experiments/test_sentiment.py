@@ -1,9 +1,13 @@
 """Reviews: the grammar's verdicts, the padding, IMDB's files."""
 
+import collections
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.linear_model import LogisticRegression
@@ -62,6 +66,26 @@ def test_counts_of_words_do_not_tell_the_verdict(drawn):
     counts = np.array([[words.count(word) for word in grammar.WORDS] for words in texts])
     bag = LogisticRegression(max_iter=1000).fit(counts[:4000], verdicts[:4000])
     assert bag.score(counts[4000:], verdicts[4000:]) < 0.75
+    # The best that counts can do is what the majority of reviews of the same counts has.
+    groups = collections.defaultdict(list)
+    for words, is_positive in zip(texts, verdicts.tolist(), strict=True):
+        good = sum(words.count(word) for word in grammar.GOOD)
+        groups[good, words.count("not"), "hardly" in words].append(is_positive)
+    positives = np.array([sum(group) for group in groups.values()])
+    sizes = np.array([len(group) for group in groups.values()])
+    accuracy, loss = grammar.by_counts()
+    assert accuracy == 21 / 32
+    assert_drawn(np.maximum(positives, sizes - positives).sum(), accuracy, COUNT)
+    p = positives / sizes
+    entropy = -(scipy.special.xlogy(p, p) + scipy.special.xlogy(1 - p, 1 - p))
+    np.testing.assert_allclose((sizes * entropy).sum() / COUNT, loss, atol=0.01)
+
+
+def test_the_baseline_is_that_of_the_data():
+    made_up = resolve(SENTIMENT, "small", {}).task
+    imdb = resolve(SENTIMENT, "small", {"dataset": "imdb", "data_dir": "none"}).task
+    assert [metric.baseline for metric in made_up.metrics] == [*grammar.by_counts()]
+    assert [metric.baseline for metric in imdb.metrics] == [0.5, math.log(2)]
 
 
 def test_steps_and_seeds_have_reviews_of_other_keys(monkeypatch):

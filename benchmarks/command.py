@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from absl import flags
 from absl.flags import FlagValues
@@ -53,7 +53,7 @@ def parse(
     return {flag: values[flag].value for flag in values}
 
 
-def fail(name: str, sentence: str) -> None:
+def fail(name: str, sentence: str) -> NoReturn:
     """Ends a program with 2 and a sentence on standard error."""
     print(f"benchmarks.{name}: {sentence}", file=sys.stderr)
     sys.exit(2)

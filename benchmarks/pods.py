@@ -114,18 +114,19 @@ def define(values: FlagValues) -> None:
 def main(argv: Sequence[str]) -> int:
     """The program; returns its exit status."""
     options = parse("pods", define, argv)
+    sentence = "--report=FILE must be what an experiment printed with --compile_for"
     if not options["report"]:
-        fail("pods", "--report=FILE must be what an experiment printed with --compile_for.")
-    tables = [
-        markdown(
-            ["bound by", "chips", "step alone ms", "sum ms", "efficiency"],
-            expected(json.loads(Path(options["report"]).read_text())),
-        )
-    ]
-    rows = process.call("benchmarks.pods.measure", {"repeats": options["repeats"]}, 8)
-    cells = [[f"{a / 1e6:g}", str(b), f"{c / 1e6:g}", milliseconds(d)] for a, b, c, d in rows]
+        fail("pods", f"{sentence}.")
+    try:
+        rows = expected(json.loads(Path(options["report"]).read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        fail("pods", f"{sentence}, and {options['report']} is not: {error!r}.")
+    titles = ["bound by", "chips", "step alone ms", "sum ms", "efficiency"]
+    tables = [markdown(titles, rows)]
+    measured = process.call("benchmarks.pods.measure", {"repeats": options["repeats"]}, 8)
+    cells = [[f"{a / 1e6:g}", str(b), f"{c / 1e6:g}", milliseconds(d)] for a, b, c, d in measured]
     tables.append(markdown(["MB", "CPU devices", "MB in the program", "fastest ms"], cells))
-    save(options["out"], "pods", {"measured": rows}, "\n\n".join(tables))
+    save(options["out"], "pods", {"measured": measured}, "\n\n".join(tables))
     print("\n\n".join(tables))
     return 0
 

@@ -23,8 +23,16 @@ def test_efficiency_by_hand():
     assert rows[3][2:] == ["36.0", "7.0", "84 %"]
 
 
-def test_a_report_is_asked_for(capsys):
-    with pytest.raises(SystemExit) as ended:
-        pods.main(["pods"])
-    assert ended.value.code == 2
-    assert "--report=FILE must be what an experiment printed" in capsys.readouterr().err
+def test_a_report_is_asked_for(capsys, tmp_path):
+    other = tmp_path / "other.json"
+    other.write_text("[1]")
+    for argv, end in (
+        ([], "with --compile_for.\n"),
+        ([f"--report={tmp_path / 'none.json'}"], "No such file or directory"),
+        ([f"--report={other}"], f"and {other} is not: TypeError"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            pods.main(["pods", *argv])
+        assert ended.value.code == 2
+        error = capsys.readouterr().err
+        assert "--report=FILE must be what an experiment printed" in error and end in error

@@ -26,6 +26,7 @@ from recurrent_gates.declared import (
     Slots,
     Sums,
     Weights,
+    is_inexact,
     pre_activations,
     product_of,
     redefined,
@@ -444,7 +445,8 @@ class GATO(Cell):
     @nn.nowrap
     def emit(self, params: Params, carry: GATOState, z: Any) -> jax.Array:
         del params
-        dtype = jax.tree.leaves(z)[0].dtype
+        floats = (leaf.dtype for leaf in jax.tree.leaves(z) if is_inexact(leaf))
+        dtype = next(floats, carry.s.dtype)
         # s is kept within a period, where a cosine costs less than for any s.
         bounded_cos = self.gamma is jnp.cos and (self.period or math.inf) <= 2 * math.pi
         y = (pointwise.cos if bounded_cos else self.gamma)(carry.s)

@@ -327,6 +327,44 @@ def test_a_pair_of_maps_without_parameters_is_a_cell():
     assert_identical(y[:, UNITS:], jnp.ones((2, UNITS), jnp.float32))
 
 
+@dataclasses.dataclass(frozen=True)
+class Embedded(rg.GATOMap):
+    """Reads tokens, which are integers, and, where it is ``mixed``, numbers beside them."""
+
+    mixed: bool = False
+
+    def init(self, key, in_features, cell):
+        return {"table": jax.random.normal(key, (5, cell.units), cell.param_dtype)}
+
+    def project(self, params, x, dtype):
+        tokens = x[..., 0].astype(jnp.int32)
+        return {"id": tokens, "x": x} if self.mixed else tokens
+
+    def __call__(self, params, r, z):
+        tokens = z["id"] if self.mixed else z
+        return jnp.tanh(0.5 * r + params["table"].astype(r.dtype)[tokens])
+
+
+@pytest.mark.parametrize(
+    ("maps", "kind", "dtype"),
+    [
+        (dict(f=Embedded(), g=Embedded()), jnp.int32, jnp.float64),
+        (dict(f=Embedded(mixed=True), g=Embedded()), jnp.float32, jnp.float32),
+        (dict(f=Embedded(), g=rg.OneLayer()), jnp.float32, jnp.float64),
+    ],
+)
+def test_maps_that_read_integers_emit_numbers_of_floating_point(maps, kind, dtype):
+    cell = build("gato1", **maps)
+    params, xs = parameters(cell, 1), jnp.arange(10).reshape(5, 2, 1).astype(kind) % 5
+    with jax.numpy_dtype_promotion("standard"):
+        carries, ys = rg.unroll(cell, params, xs, return_carries="all")
+        slope = jax.grad(lambda params: jnp.sum(rg.unroll(cell, params, xs)[1]))(params)
+    assert ys.dtype == dtype
+    expected = jnp.concatenate([jnp.cos(carries.s), carries.r], axis=-1)
+    assert_close(ys, expected, 1e-6 if dtype == jnp.float32 else 1e-10)
+    assert jnp.any(slope["f"]["table"])
+
+
 ZONEOUTS = {
     "mean": ((rg.Zoneout(0.3, "s"),), dict(deterministic=True)),
     "means of all fields": (

@@ -27,7 +27,7 @@ from recurrent_gates.base import (
     dense,
 )
 from recurrent_gates.carry import CarryFn, Noise, Zoneout
-from recurrent_gates.declared import Params, Product, Slots
+from recurrent_gates.declared import Params, Product, Slots, is_inexact
 from recurrent_gates.gates import GATES, Gate
 
 
@@ -468,7 +468,7 @@ class FlaxCell(Cell):
     def init_params(self, key: jax.Array, in_features: int) -> dict[str, Any]:
         inner = self._inner()
         carry = inner.initialize_carry(key, (in_features,))
-        variables = inner.init(key, carry, jnp.zeros((in_features,)))
+        variables = inner.init(key, carry, _zeros_beside(carry, (in_features,)))
         return dict(variables.get("params", {}))
 
     @nn.nowrap
@@ -477,7 +477,8 @@ class FlaxCell(Cell):
         shape = (*batch_shape, 1)
         carry = inner.initialize_carry(jax.random.key(0), shape)
         (_, y), _ = jax.eval_shape(
-            lambda key: inner.init_with_output(key, carry, jnp.zeros(shape)), jax.random.key(0)
+            lambda key: inner.init_with_output(key, carry, _zeros_beside(carry, shape)),
+            jax.random.key(0),
         )
         return (*jax.tree.leaves(carry), jnp.zeros(y.shape, y.dtype))
 
@@ -500,13 +501,19 @@ class FlaxCell(Cell):
         return self, *mixing.copies_last(copied, fields, name, carry_fns, noise)
 
 
+def _zeros_beside(carry: Any, shape: tuple[int, ...]) -> jax.Array:
+    """What a foreign cell may read, in the dtype of its carry: a wider one would widen that."""
+    floats = (leaf.dtype for leaf in jax.tree.leaves(carry) if is_inexact(leaf))
+    return jnp.zeros(shape, next(floats, None))
+
+
 @functools.lru_cache
 def _copied_field(module: nn.RNNCellBase) -> tuple[int | None, int]:
     """(which leaf of its carry a cell's y is, if any; how many leaves there are, y included)."""
 
     def step(key: jax.Array) -> list[jax.Array]:
         carry = module.initialize_carry(key, (1,))
-        (carry, y), _ = module.init_with_output(key, carry, jnp.zeros((1,)))
+        (carry, y), _ = module.init_with_output(key, carry, _zeros_beside(carry, (1,)))
         return [*jax.tree.leaves(carry), y]
 
     *fields, y = jax.make_jaxpr(step)(jax.random.key(0)).jaxpr.outvars

@@ -116,3 +116,22 @@ def test_zoneout_that_would_not_reach_the_output_is_refused(x32):
     _, plain = rg.unroll(cell, params, xs)
     assert_close(ys[0], plain[0] / 2, 1e-6)  # the output alone, of a start at zero
     assert_close(carries[1], ys, 1e-6)
+
+
+@pytest.mark.parametrize("width", ["x32", "x64"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell])
+def test_a_foreign_cell_keeps_the_dtype_of_its_parameters(kind, dtype, width, request):
+    """Whatever JAX's own is; Flax's orthogonal kernels are not made in 16 bits on a CPU."""
+    if width == "x32":
+        request.getfixturevalue("x32")
+    normal = nn.initializers.lecun_normal()
+    module = kind(FEATURES, param_dtype=dtype, recurrent_kernel_init=normal)
+    cell, xs = rg.FlaxCell(module), array(8, STEPS, BATCH, INPUTS).astype(dtype)
+    params = cell.init_params(jax.random.key(0), INPUTS)
+    carry, ys = rg.unroll(cell, params, xs)
+    assert {leaf.dtype for leaf in jax.tree.leaves((carry, ys))} == {jnp.dtype(dtype)}
+    expected = nn.RNN(module, time_major=True).apply({"params": {"cell": params}}, xs)
+    assert_close(ys.astype(jnp.float32), expected.astype(jnp.float32), 1e-2)
+    zoned = rg.unroll(cell, params, xs, carry_fns=(rg.Zoneout(0.0, -1),), deterministic=True)
+    assert_close(zoned[1].astype(jnp.float32), ys.astype(jnp.float32), 1e-2)

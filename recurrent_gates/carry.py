@@ -9,7 +9,7 @@ absolute time, so that backends, unrolling, rematerialisation and direction cann
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -31,12 +31,13 @@ def get_field(carry: Carry, field: str | int | None) -> jax.Array:
     """A field of a carry: by name (NamedTuple), by index (tuple) or None (bare array).
 
     Raises:
-      ValueError: if the carry has no such field; the sentence lists those it has.
+      ValueError: if the carry is none of these, or has no such field; the sentence lists those it
+        has.
     """
-    if isinstance(carry, Mapping):
-        names = ", ".join(map(repr, carry))
+    if not isinstance(carry, tuple) and not checks.is_array(carry):
         raise ValueError(
-            f"Carry functions are for a NamedTuple, a tuple or one array, got a mapping of {names}."
+            "Carry functions are for a NamedTuple, a tuple or one array, got "
+            f"{checks.described(carry)}."
         )
     if field is None:
         if isinstance(carry, tuple):
@@ -277,15 +278,37 @@ class Zoneout(CarryFn):
     def after(self, noise_t: jax.Array | None, prev: Carry, new: Carry) -> Carry:
         """Keeps old values where the mask is True.
 
-        ``noise_t`` may be keys ``[*batch]`` or a bool mask that broadcasts against the field.
+        Args:
+          noise_t: keys ``[*batch]``, or a bool mask ``[*batch]`` or ``[*batch, F]``: its axes are
+            the field's first ones, and of their sizes or of size 1. None: the mean.
+          prev: the carry before the step.
+          new: the carry after it.
+
+        Returns:
+          The new carry with its field zoned out.
+
+        Raises:
+          ValueError: if a mask has other axes, or if the field, whose mean is asked for, holds
+            integers.
         """
         old, fresh = get_field(prev, self.field), get_field(new, self.field)
         if noise_t is None:
+            if not jnp.issubdtype(fresh.dtype, jnp.inexact):
+                raise ValueError(
+                    f"Zoneout has no mean of integers, and field {self.field!r} holds "
+                    f"{fresh.dtype}: draw its masks with a key or noise."
+                )
             p = jax.lax.stop_gradient(jnp.asarray(self.p, fresh.dtype))
             mixture = p * old + (1 - p) * fresh
         else:
             if jnp.issubdtype(noise_t.dtype, jax.dtypes.prng_key):
                 noise_t = self._mask(noise_t, fresh.shape[noise_t.ndim :])
+            pairs = zip(noise_t.shape, fresh.shape, strict=False)
+            if noise_t.ndim > fresh.ndim or any(size not in (1, like) for size, like in pairs):
+                raise ValueError(
+                    f"A mask of Zoneout has the first axes of its field, [*batch] or [*batch, F]: "
+                    f"field {self.field!r} has shape {fresh.shape}, and the mask {noise_t.shape}."
+                )
             mixture = jnp.where(expand(noise_t.astype(bool), fresh), old, fresh)
         return set_field(new, self.field, mixture)
 

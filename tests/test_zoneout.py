@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 
 import recurrent_gates as rg
 from tests import reference
@@ -105,3 +106,47 @@ def test_zoneout_draws_per_step_example_and_unit():
         assert abs((a * b).mean() - p * p) < 4 * np.sqrt(
             p * p / a.size
         )  # neighbours in each direction: independent
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (1,), (2, FEATURES), (1, FEATURES), (2, 1)])
+def test_a_mask_begins_with_the_axes_of_the_batch(shape):
+    mask = jnp.asarray(np.random.default_rng(0).random(shape) < 0.5)
+    old, new = rg.HiddenState(array(0, 2, FEATURES)), rg.HiddenState(array(1, 2, FEATURES))
+    by_axes = np.asarray(mask).reshape(shape + (1,) * (2 - len(shape)))
+    expected = np.where(by_axes, old.h, new.h)
+    assert_identical(rg.Zoneout(0.5).after(mask, old, new).h, expected)
+
+
+@pytest.mark.parametrize("shape", [(FEATURES,), (3, FEATURES), (2, 1, 1), (2, FEATURES + 1)])
+def test_a_mask_of_other_axes_is_one_sentence(shape):
+    carry = rg.HiddenState(array(0, 2, FEATURES))
+    with pytest.raises(ValueError, match=r"mask of Zoneout .* \[\*batch, F\]: field 'h' has shape"):
+        rg.Zoneout(0.5).after(jnp.ones(shape, bool), carry, carry)
+
+
+def test_a_mean_of_integers_is_one_sentence():
+    old, new = (array(0, 2), jnp.arange(2)), (array(1, 2), jnp.arange(2) + 1)
+    with pytest.raises(ValueError, match="no mean of integers, and field 1 holds int64: draw its"):
+        rg.Zoneout(0.5, 1).after(None, old, new)
+    kept = rg.Zoneout(0.5, 1).after(jnp.array([True, False]), old, new)
+    assert_identical(kept, (new[0], jnp.array([0, 2])))
+
+
+@struct.dataclass
+class Fields:
+    h: jax.Array
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda h: Fields(h), "an object of the class Fields"),
+        (lambda h: [h], "a list of 1"),
+        (lambda h: {"h": h}, "a mapping of h"),
+    ],
+)
+@pytest.mark.parametrize("field", ["h", 0, None])
+def test_carries_without_fields_are_one_sentence(make, kind, field):
+    carry = make(array(0, 2))
+    with pytest.raises(ValueError, match=f"NamedTuple, a tuple or one array, got {kind}"):
+        rg.Zoneout(0.5, field).after(None, carry, carry)

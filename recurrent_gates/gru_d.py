@@ -61,8 +61,8 @@ def gru_d_inputs(values: jax.Array, times: jax.Array, resets: jax.Array | None =
         )
     if times.shape != values.shape[:-1]:
         raise ValueError(f"times must have shape {values.shape[:-1]}, got {times.shape}.")
-    checks.rising("times", times, resets)
     starts = checks.mask("resets", resets, times.shape[0], times.shape[1:])
+    checks.rising("times", times, resets)
     starts = jnp.zeros(times.shape, bool) if starts is None else starts
 
     def step(state: tuple[jax.Array, jax.Array, jax.Array], moment: Any) -> tuple[Any, jax.Array]:
@@ -79,7 +79,7 @@ def gru_d_inputs(values: jax.Array, times: jax.Array, resets: jax.Array | None =
         state = last, jnp.where(measured, time, last_time), has_begun | ~padding
         return state, jnp.where(padding, 0, inputs)
 
-    zeros = jnp.zeros_like(values[0])
+    zeros = jnp.zeros_like(values, shape=values.shape[1:])
     no_flags = jnp.zeros((*times.shape[1:], 1), bool)
     state = zeros, jnp.zeros_like(zeros, times.dtype), no_flags
     return jax.lax.scan(step, state, (values, times[..., None], starts[..., None]))[1]

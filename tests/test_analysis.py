@@ -328,6 +328,27 @@ def test_the_trajectory_is_a_loop():
         assert_close((got.after.c[t], got.after.h[t]), (c, h))
 
 
+@pytest.mark.parametrize("analyse", [trajectory, step_jacobians, largest_state, lecture_paths])
+def test_a_carry_is_taken_by_its_names(analyse):
+    """A dict's leaves are in the order of its names, and a carry of another cell is none."""
+    cell, params, xs, carry = lstm()
+    by_name = {"h": carry.h, "c": carry.c}
+    assert_identical(analyse(cell, params, xs, by_name), analyse(cell, params, xs, carry))
+    with pytest.raises(ValueError, match=r"carry must be LSTMState\(c, h\), got GATOState\(r, s\)"):
+        analyse(cell, params, xs, rg.GATOState(*carry))
+
+
+def test_a_run_of_no_steps():
+    cell, params, xs, carry = lstm()
+    steps = step_jacobians(cell, params, xs[:0], carry)
+    assert_identical(state_jacobians(steps).matrix, np.eye(2 * F)[None])
+    np.testing.assert_allclose(analysis.gap_norms(steps), [0.0], atol=1e-12)
+    for field, largest in largest_state(cell, params, xs[:0], carry).items():
+        np.testing.assert_array_equal(largest, [np.abs(getattr(carry, field)).max()])
+    for path in lecture_paths(cell, params, xs[:0], carry):
+        assert path.size == 0
+
+
 # ---------------------------------------------------------------------------------------
 # The lecture's paths, singular values, growth, clipping
 # ---------------------------------------------------------------------------------------

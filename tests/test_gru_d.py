@@ -71,11 +71,22 @@ def test_inputs_follow_the_papers_recursion():
         (np.zeros((4, 2), int), np.zeros(4), "values must be a floating array"),
         (np.zeros(4), np.zeros(4), "values must be a floating array"),
         (np.zeros((4, 2, 3)), np.zeros(4), r"times must have shape \(4, 2\), got \(4,\)"),
+        (np.zeros((4, 2, 3)), np.zeros((4, 2)), r"resets must have shape \(4, 2\), got \(4, 3\)"),
     ],
 )
 def test_inputs_that_cannot_be(values, times, sentence):
+    resets = np.ones((4, 3), bool) if "resets" in sentence else None
     with pytest.raises(ValueError, match=sentence):
-        rg.gru_d_inputs(values, times)
+        rg.gru_d_inputs(values, times, resets)
+
+
+@pytest.mark.parametrize("resets", [None, np.zeros((0, BATCH), bool)])
+def test_no_steps_run_like_any(resets):
+    cell = rg.GRUD(FEATURES, param_dtype=jnp.float64)
+    xs = rg.gru_d_inputs(np.zeros((0, BATCH, VARIABLES)), np.zeros((0, BATCH)), resets)
+    assert xs.dtype == jnp.float64
+    carry, _ = rg.unroll(cell, parameters(cell, 3 * VARIABLES), xs)
+    assert_identical(carry, cell.initial((BATCH,)))
 
 
 def test_widths_that_cannot_be():

@@ -64,18 +64,18 @@ def lecture_paths(
     run = trajectory(cell, params, xs, carry)
     gates = cell.gates(params, run.before, run.z)
     c, o, f = run.after.c, gates["o"], gates["f"]
-    readout = jnp.log10(o[-1] * jnp.abs(_slope(cell.output_activation, c[-1])))
+    readout = jnp.log10(o[-1:] * jnp.abs(_slope(cell.output_activation, c[-1:])))
     log_products = jnp.cumsum(jnp.log10(f)[:0:-1], axis=0)  # f_T, f_T f_{T-1}, ...
     retention = jnp.concatenate([jnp.zeros_like(f[:1]), log_products])
     scale = cell.output_activation(c) * o * (1 - o)
     weight = jnp.swapaxes(params["recurrent_kernel"]["o"], -1, -2).astype(scale.dtype)
     factors = scale[..., :, None] * weight.reshape((1,) * (scale.ndim - 1) + weight.shape)
     ((products,),) = scaled_products(factors, [factors.shape[-1]])
-    largest = jnp.max(jnp.abs(scale), axis=(0, -1))  # K
+    largest = jnp.max(jnp.abs(scale), axis=(0, -1), initial=0)  # K
     step_bound = jnp.log10(largest * jnp.linalg.norm(weight, ord=2))
     steps = jnp.arange(1, len(c) + 1, dtype=step_bound.dtype).reshape(-1, *(1,) * step_bound.ndim)
     return LecturePaths(
-        jnp.max(readout[None] + retention, axis=-1),
+        jnp.max(readout + retention, axis=-1),
         log10_norm(Scaled(products.matrix[1:], products.exponent[1:])),
         steps * step_bound[None],
     )

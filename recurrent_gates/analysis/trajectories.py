@@ -100,12 +100,10 @@ def trajectory(
 
     Raises:
       TypeError: if ``cell`` is not a ``Cell``.
+      ValueError: if the carry is not one of the cell's for this batch.
     """
     checks.cell("An analysis", cell, Cell)
-    initial = cell.initial(xs.shape[1:-1])
-    start = initial if carry is None else carry
-    start = jax.tree.unflatten(jax.tree.structure(initial), jax.tree.leaves(start))
-    start = jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype), start, initial)
+    start = _start(cell, xs, carry)
     xs = with_zeros(valid, xs)
     after, _ = unroll(
         cell,
@@ -119,8 +117,14 @@ def trajectory(
         return_carries="all",
         backend="scan",
     )
-    before = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b[:-1]]), start, after)
+    before = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b])[:-1], start, after)
     return Trajectory(before, after, cell.project(params, xs))
+
+
+def _start(cell: Cell, xs: jax.Array, carry: Carry | None) -> Carry:
+    """The carry before the first step."""
+    initial = cell.initial(xs.shape[1:-1])
+    return initial if carry is None else checks.carry("carry", carry, initial)
 
 
 def largest_state(
@@ -140,14 +144,14 @@ def largest_state(
     Returns:
       ``{field: [T + 1, *batch]}``; entry t is after t steps.
     """
-    run = trajectory(cell, params, xs, carry)
+    run, start = trajectory(cell, params, xs, carry), _start(cell, xs, carry)
 
     def largest(field: jax.Array) -> jax.Array:
         return jnp.max(jnp.abs(field), axis=tuple(range(xs.ndim - 1, field.ndim)))
 
     return {
         name: jnp.concatenate(
-            [largest(get_field(run.before, name)[:1]), largest(get_field(run.after, name))]
+            [largest(get_field(start, name)[None]), largest(get_field(run.after, name))]
         )
         for name in field_names(run.after)
     }

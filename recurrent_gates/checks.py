@@ -200,7 +200,7 @@ def key(name: str, value: Any) -> None:
     """One PRNG key, of the new type or the old."""
     single = is_array(value) and (
         jnp.ndim(value) == 0
-        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+        if _is_key(value)
         else value.dtype == jnp.uint32 and jnp.ndim(value) == 1
     )
     if not single:
@@ -360,17 +360,26 @@ def arranged(name: str, carry: Any, initial: Any) -> Any:
 
 
 def carry(name: str, value: Any, initial: Any) -> Any:
-    """A carry in the structure, the shapes and the dtypes of the initial one."""
+    """A carry in the structure, the shapes and the dtypes of the initial one.
+
+    PRNG keys stay as they are.
+    """
     value = arranged(name, value, initial)
     leaves = jax.tree.leaves(value)
-    for leaf in leaves:
-        if not _numeric(leaf):
+    for leaf, like in zip(leaves, jax.tree.leaves(initial), strict=True):
+        if _is_key(like) and (not _is_key(leaf) or leaf.dtype != like.dtype):
+            raise ValueError(f"{name} must hold PRNG keys {like.dtype}, got {described(leaf)}.")
+        if not _is_key(like) and not _numeric(leaf):
             raise ValueError(f"{name} must hold arrays of numbers, got {described(leaf)} in it.")
     shapes = [jnp.shape(leaf) for leaf in leaves]
     expected_shapes = [leaf.shape for leaf in jax.tree.leaves(initial)]
     if shapes != expected_shapes:
         raise ValueError(f"{name} has shapes {shapes}; this cell and batch need {expected_shapes}.")
-    return jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype), value, initial)
+    return jax.tree.map(lambda a, b: a if _is_key(b) else jnp.asarray(a, b.dtype), value, initial)
+
+
+def _is_key(leaf: Any) -> bool:
+    return is_array(leaf) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
 def _numeric(leaf: Any) -> bool:

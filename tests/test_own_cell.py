@@ -13,11 +13,21 @@ import pytest
 
 import recurrent_gates as rg
 from recurrent_gates.testing import check_cell
-from tests.support import array, assert_close, parameters, quick_jit, randomize, state, thinned
+from tests.support import (
+    array,
+    assert_close,
+    assert_identical,
+    parameters,
+    quick_jit,
+    randomize,
+    state,
+    thinned,
+)
 
 pytestmark = pytest.mark.usefixtures("x64")
 
 STEPS, BATCH, INPUTS, FEATURES = 9, 3, 2, 4
+KEY = jax.random.key(3)
 
 
 class Leaky(rg.Cell):
@@ -498,3 +508,57 @@ def test_parameters_may_be_numbers():
     for cell, backend in ((Scaled(), "fused"), (Linear(), "parallel")):
         expected = rg.unroll(cell, doubled, xs, backend="scan")
         assert_close(rg.unroll(cell, params, xs, backend=backend), expected)
+
+
+class Noisy(Leaky):
+    """Carries the key of its noise, one for each example."""
+
+    def initial(self, batch_shape):
+        return jnp.zeros((*batch_shape, self.features)), jax.random.split(KEY, batch_shape)
+
+    def step(self, params, carry, z_t):
+        split = jnp.vectorize(jax.random.split, signature="()->(n)")
+        normal = jnp.vectorize(lambda key: jax.random.normal(key, (2,)), signature="()->(n)")
+        keys = split(carry[1])
+        noise = normal(keys[..., 1]).sum(axis=-1, keepdims=True)
+        return jnp.tanh(carry[0] + z_t["h"] + noise), keys[..., 0]
+
+    def emit(self, params, carry, z):
+        return carry[0]
+
+    products = None
+
+
+def test_a_key_in_a_carry_is_handed_back():
+    cell, xs = Noisy(), array(8, STEPS, BATCH, INPUTS)
+    params = cell.init_params(KEY, INPUTS)
+    last, ys = rg.unroll(cell, params, xs)
+    carry, head = rg.unroll(cell, params, xs[:4])
+    end, tail = rg.unroll(cell, params, xs[4:], carry)
+    assert_close((end[0], jnp.concatenate([head, tail])), (last[0], ys))
+    assert_identical(*(jax.random.key_data(carry[1]) for carry in (end, last)))
+    resets = jnp.zeros((STEPS, BATCH), bool).at[4].set(True)
+    assert_close(rg.unroll(cell, params, xs, reset_carry=carry, resets=resets)[1], ys)
+    layer = rg.RNN(cell, time_major=True)
+    variables = {"params": {"cell": params}}
+    assert_close(layer.apply(variables, xs[4:], initial_carry=carry), tail)
+    step = rg.stepper(cell, params, BATCH, in_features=INPUTS)
+    assert_close(step(jax.tree.map(jnp.copy, carry), xs[4].astype(step._x.dtype))[1], tail[0])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (lambda h, keys: (h, jnp.zeros(BATCH)), r"must hold PRNG keys key<fry>, got an array floa"),
+        (lambda h, keys: (h, jax.random.split(jax.random.key(0, impl="rbg"), BATCH)), "key<rbg>"),
+        (
+            lambda h, keys: (jax.random.split(KEY, h.shape), keys),
+            "must hold arrays of numbers, got",
+        ),
+        (lambda h, keys: (h, keys[:2]), "this cell and batch need"),
+    ],
+)
+def test_another_carry_than_one_with_a_key_is_one_sentence(wrong, sentence):
+    cell, xs = Noisy(), array(8, STEPS, BATCH, INPUTS)
+    with pytest.raises(ValueError, match=sentence):
+        rg.unroll(cell, cell.init_params(KEY, INPUTS), xs, wrong(*cell.initial((BATCH,))))

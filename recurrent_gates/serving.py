@@ -78,13 +78,19 @@ class Stepper:
         """(carry, x ``[*batch, D]``) -> (the next carry, y).
 
         Raises:
-          ValueError: if the carry was used up by another call, or one of the two has another
-            structure, shape or dtype than the step was compiled for.
+          ValueError: if the carry was used up by another call, if one of the two has another
+            structure, shape or dtype than the step was compiled for, or if two fields of the carry,
+            or a field and x, share their memory.
         """
         try:
             carry, y = self._compiled(self._weights, carry, x)
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError) as error:
             self._check(carry, x)
+            if "donate" in str(error):  # and nothing was
+                raise ValueError(
+                    "Two fields of the carry, or a field and x, share their memory, which the call "
+                    "uses up: hand in a copy of one, jnp.copy(field)."
+                ) from None
             raise
         if self._patience:
             _watch(y, self._patience)
@@ -110,6 +116,9 @@ class Stepper:
             checks.carry("carry", carry, template)
         except ValueError as error:
             raise error from None
+        if jax.tree.structure(carry) != jax.tree.structure(template):
+            expected, kind = checks.described(template), checks.described(carry)
+            raise ValueError(f"carry must be {expected}, got {kind}.") from None
         for leaf, like in zip(leaves, jax.tree.leaves(template), strict=True):
             if _dtype(leaf) != like.dtype:
                 raise ValueError(f"carry must hold {like.dtype}, got {leaf.dtype} in it.") from None
@@ -169,7 +178,7 @@ def stepper(
 
 def _dtype(array: Any) -> Any:
     """What JAX makes of an array's dtype: float32 of NumPy's float64, without x64."""
-    return jax.dtypes.canonicalize_dtype(array.dtype)
+    return jax.dtypes.canonicalize_dtype(array.dtype, allow_extended_dtype=True)
 
 
 def _watch(y: Any, patience: float) -> None:

@@ -13,6 +13,7 @@ from tests.support import array, assert_close, assert_identical, parameters
 pytestmark = pytest.mark.usefixtures("x64")
 
 FEATURES, INPUTS = 4, 3
+ZEROS = np.zeros((2, FEATURES))
 
 
 def build(name, **settings):
@@ -196,6 +197,9 @@ def test_a_step_inside_a_program_is_jaxs_error():
         ({"x": [1.0]}, "x must be .*, got a list of 1"),
         ({"carry": None}, r"carry must be LSTMState\(c, h\), got None"),
         ({"carry": rg.LSTM(FEATURES).initial((2,))}, "carry must hold float64, got float32"),
+        ({"carry": (ZEROS, ZEROS)}, r"carry must be LSTMState\(c, h\), got a tuple of 2"),
+        ({"carry": [ZEROS, ZEROS]}, r"carry must be LSTMState\(c, h\), got a list of 2"),
+        ({"carry": {"c": ZEROS, "h": ZEROS}}, r"LSTMState\(c, h\), got a mapping of c, h"),
         ({"carry": rg.LSTM(9).initial((2,))}, r"carry has shapes .*9.* need .*\(2, 4\)"),
     ],
 )
@@ -204,6 +208,21 @@ def test_what_does_not_fit_is_one_sentence(wrong, sentence):
     step = rg.stepper(cell, parameters(cell, INPUTS), batch=np.int64(2))
     with pytest.raises(ValueError, match=sentence):
         step(**({"carry": step.initial(), "x": np.ones((2, INPUTS))} | wrong))
+
+
+@pytest.mark.parametrize("shared", ["fields", "x"])
+def test_what_shares_its_memory_is_used_up_by_no_call(shared):
+    """And the sentence's way out is one."""
+    cell = build("lstm")
+    params = parameters(cell, FEATURES)
+    step = rg.stepper(cell, params)
+    c, h = array(0, FEATURES), array(1, FEATURES)
+    carry, x = (rg.LSTMState(h, h), c) if shared == "fields" else (rg.LSTMState(c, h), h)
+    with pytest.raises(ValueError, match="hand in a copy of one, jnp.copy"):
+        step(carry, x)
+    expected = rg.unroll(cell, params, x[None], carry)
+    new, y = step(carry._replace(h=jnp.copy(h)), x)
+    assert_close((new, y[None]), expected)
 
 
 @pytest.mark.parametrize(

@@ -347,6 +347,9 @@ def test_a_run_of_no_steps():
         np.testing.assert_array_equal(largest, [np.abs(getattr(carry, field)).max()])
     for path in lecture_paths(cell, params, xs[:0], carry):
         assert path.size == 0
+    elman = rg.Elman(F, param_dtype=jnp.float64)
+    bounds = analysis.singular_bounds(elman, parameters(elman, D), xs[:0])
+    assert_identical((bounds.lower, bounds.upper), (np.zeros(1), np.zeros(1)))
 
 
 # ---------------------------------------------------------------------------------------

@@ -218,7 +218,7 @@ def test_what_shares_its_memory_is_used_up_by_no_call(shared):
     step = rg.stepper(cell, params)
     c, h = array(0, FEATURES), array(1, FEATURES)
     carry, x = (rg.LSTMState(h, h), c) if shared == "fields" else (rg.LSTMState(c, h), h)
-    with pytest.raises(ValueError, match="hand in a copy of one, jnp.copy"):
+    with pytest.raises(ValueError, match="hand in a copy of one"):
         step(carry, x)
     expected = rg.unroll(cell, params, x[None], carry)
     new, y = step(carry._replace(h=jnp.copy(h)), x)

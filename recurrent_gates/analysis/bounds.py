@@ -121,7 +121,8 @@ def singular_bounds(
     slope = jnp.abs(_slope(cell.activation, dense(params, run.z)("h", run.before.h)))
     matrix = params["recurrent_kernel"]["h"].astype(slope.dtype)
     values = jnp.linalg.svd(matrix, compute_uv=False)
-    low, high = jnp.min(slope, axis=(0, -1)), jnp.max(slope, axis=(0, -1))
+    low = jnp.min(slope, axis=(0, -1), initial=jnp.inf)
+    high = jnp.max(slope, axis=(0, -1), initial=0)
     gaps = jnp.arange(len(slope) + 1, dtype=slope.dtype).reshape(-1, *(1,) * low.ndim)
 
     def power(base: jax.Array) -> jax.Array:

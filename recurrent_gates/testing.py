@@ -17,8 +17,8 @@ from flax import linen as nn
 from jax.test_util import check_grads
 
 from recurrent_gates.base import Cell, feed_back
-from recurrent_gates.checks import described
-from recurrent_gates.declared import Carry, Params, Sums, outdated, summed_fields
+from recurrent_gates.checks import described, is_array
+from recurrent_gates.declared import Carry, Params, Sums, outdated, state_dtype, summed_fields
 from recurrent_gates.layers import RNN
 from recurrent_gates.scan import select, unroll
 
@@ -60,14 +60,13 @@ def check_cell(
     """
     name = _name_of(cell)
     key, x_key = jax.random.split(jax.random.key(0))
-    xs = jax.random.normal(x_key, (_STEPS, _BATCH, in_features))
-
     _require(
         _settings_compare(cell),
         f"{name} needs hashable settings that compare equal when they are; keep arrays out.",
     )
     with _as_assertion(name, "init_params(key, in_features)"):
         params = cell.init_params(key, in_features)
+        xs = _inputs(x_key, (_STEPS, _BATCH, in_features), params)
     with _as_assertion(name, "initial(batch_shape)"):
         carry = cell.initial((_BATCH,))
         _require(
@@ -115,13 +114,13 @@ def check_replay(
     name = _name_of(cell)
     steps, batch = 12, 4
     key, x_key = jax.random.split(jax.random.key(0))
-    xs = jax.random.normal(x_key, (steps, batch, in_features))
     # Episodes of several lengths: of one step, over the end, side by side, and none that ends.
     dones = jnp.zeros((steps, batch), bool)
     for row, ends in enumerate([(2, 6), (0, 1, 11), (4,)]):
         dones = dones.at[jnp.array(ends), row].set(True)
     with _as_assertion(name, "acting step by step"):
         params = cell.init_params(key, in_features)
+        xs = _inputs(x_key, (steps, batch, in_features), params)
         trace = _act(cell, params, xs, dones)
     with _as_assertion(name, "the replay"):
         carry, ys = (replay or _replayed_by(cell))(params, xs, dones)
@@ -140,6 +139,14 @@ def check_replay(
     _require_close(
         carry, trace[0], tolerance, f"{name}: the replay's last carry differs from that of acting"
     )
+
+
+def _inputs(key: jax.Array, shape: tuple[int, ...], params: Params) -> jax.Array:
+    """Draws as wide as the widest parameters, and float32 at least, whatever JAX's own width is."""
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(params) if is_array(leaf)]
+    floats = [state_dtype(dtype) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+    dtype = max(floats, key=lambda dtype: dtype.itemsize, default=jnp.float32)
+    return jax.random.normal(key, shape, dtype)
 
 
 def _act(cell: Cell, params: Params, xs: jax.Array, dones: jax.Array) -> tuple[Carry, jax.Array]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import recurrent_gates as rg
-from recurrent_gates.testing import check_cell
+from recurrent_gates.testing import check_cell, check_replay
 from tests.support import (
     array,
     assert_close,
@@ -56,6 +56,19 @@ def test_a_cell_of_fifteen_lines():
     lines = [line for line in inspect.getsource(Leaky).splitlines() if line.strip()]
     assert len(lines) <= 15
     check_cell(Leaky(), tolerance=1e-10)
+
+
+class Narrow(Leaky):
+    def init_params(self, key, in_features):
+        return jax.tree.map(jnp.float32, super().init_params(key, in_features))
+
+    def initial(self, batch_shape):
+        return jax.tree.map(jnp.float32, super().initial(batch_shape))
+
+
+def test_a_cell_of_float32_conforms_where_jax_has_float64():
+    check_cell(Narrow())
+    check_replay(Narrow())
 
 
 class Clipped(rg.LSTM):

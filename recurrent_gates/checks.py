@@ -96,21 +96,29 @@ def function(name: str, value: Any, such_as: str) -> None:
         raise ValueError(f"{name} must be a function such as {such_as}, got {described(value)}.")
 
 
-def number(name: str, value: Any) -> None:
-    """A finite number."""
-    fits = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not fits or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {described(value)}.")
+def numbers(owner: Any, *names: str) -> None:
+    """Settings that are finite numbers; they become floats, since NumPy's would widen a loop."""
+    for name in names:
+        value = getattr(owner, name)
+        if not _is_number(value) or not math.isfinite(value):
+            subject = f"{type(owner).__name__} {name}"
+            raise ValueError(f"{subject} must be a finite number, got {described(value)}.")
+        object.__setattr__(owner, name, float(value))
 
 
-def period(name: str, value: Any) -> None:
-    """A number above 0, None or ``"auto"``."""
+def period(name: str, value: Any) -> Any:
+    """A float above 0 from any number, None or ``"auto"``."""
     if value is None or (isinstance(value, str) and value == "auto"):
-        return
-    fits = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not fits or not 0 < value < math.inf:
+        return value
+    if not _is_number(value) or not 0 < value < math.inf:
         text = described(value)
         raise ValueError(f"{name} must be a period above 0, None or 'auto', got {text}.")
+    return float(value)
+
+
+def _is_number(value: Any) -> bool:
+    kinds = (int, float, np.integer, np.floating)
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def instance(name: str, value: Any, of: type, such_as: str) -> None:

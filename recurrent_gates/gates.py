@@ -127,7 +127,7 @@ class Gate:
                 )
         for field in ("tied", "refine", "refine_input", "master"):
             checks.flag(f"Gate {field}", getattr(self, field))
-        checks.number("Gate forget_bias", self.forget_bias)
+        checks.numbers(self, "forget_bias")
         checks.whole_number("Gate downsize must be a whole number of units", self.downsize)
         if self.tmax is not None and (isinstance(self.tmax, str) or not 2 < self.tmax < math.inf):
             raise ValueError(f"Gate tmax must be above 2 and finite, got {self.tmax!r}.")

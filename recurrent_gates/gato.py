@@ -157,7 +157,7 @@ class GatedDecay(SlotMap):
     reads_parameters = False
 
     def __post_init__(self) -> None:
-        checks.number("GatedDecay rate", self.rate)
+        checks.numbers(self, "rate")
         if self.gate is not None:
             checks.instance("GatedDecay gate", self.gate, Gate, "GATES['ur']")
             if self.gate.downsize > 1:
@@ -344,7 +344,7 @@ class GATO(Cell):
             raise ValueError(
                 f"GATO s_update must be accumulate, zero or replace, got {self.s_update!r}."
             )
-        checks.period("GATO wrap", self.wrap)
+        self.wrap = checks.period("GATO wrap", self.wrap)
         gate = getattr(self.f, "gate", None)
         if gate is not None and gate.bias == "uniform" and self.features < 6:
             raise ValueError(

@@ -252,7 +252,7 @@ class Stack(nn.Module):
             raise ValueError("Stack needs at least one cell.")
         for cell in self.cells:
             checks.cell("Stack", cell, Cell)
-        checks.number("Stack dropout", self.dropout)
+        checks.numbers(self, "dropout")
         if not 0 <= self.dropout <= 1:
             raise ValueError(f"Stack dropout must be in [0, 1], got {self.dropout}.")
         super().__post_init__()

@@ -236,8 +236,7 @@ class RGLRU(_InputGated):
     fastest: float = 0.9
 
     def __post_init__(self) -> None:
-        for name in ("rate", "slowest", "fastest"):
-            checks.number(f"RGLRU {name}", getattr(self, name))
+        checks.numbers(self, "rate", "slowest", "fastest")
         if self.rate <= 0:
             raise ValueError(f"RGLRU rate must be above 0, got {self.rate!r}.")
         if not 0 < self.fastest < self.slowest < 1:
@@ -317,8 +316,7 @@ class LRU(Cell):
 
     def __post_init__(self) -> None:
         checks.features_and_dtypes(self)
-        for name in ("r_min", "r_max", "max_phase"):
-            checks.number(f"LRU {name}", getattr(self, name))
+        checks.numbers(self, "r_min", "r_max", "max_phase")
         if self.max_phase <= 0:
             raise ValueError(f"LRU max_phase must be above 0, got {self.max_phase!r}.")
         if not 0 <= self.r_min < self.r_max <= 1:

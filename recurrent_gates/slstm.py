@@ -114,7 +114,7 @@ class SLSTM(SlotCell):
     def __post_init__(self) -> None:
         if self.forget not in _FORGET:
             raise ValueError(f"SLSTM forget must be 'sigmoid' or 'exp', got {self.forget!r}.")
-        checks.number("SLSTM forget_bias", self.forget_bias)
+        checks.numbers(self, "forget_bias")
         super().__post_init__()
         checks.heads(self)
 

@@ -14,7 +14,16 @@ from recurrent_gates import scan
 from recurrent_gates.backends import parallel
 from recurrent_gates.testing import check_cell
 from tests import reference
-from tests.support import array, assert_close, parameters, quick_jit, state, thinned, to_numpy
+from tests.support import (
+    array,
+    assert_close,
+    assert_identical,
+    parameters,
+    quick_jit,
+    state,
+    thinned,
+    to_numpy,
+)
 from tests.test_carry import OwnZoneout, Scale
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -390,3 +399,28 @@ def test_inputs_that_do_not_fit_an_lru_are_one_sentence(x, words):
 def test_settings_that_are_no_numbers_are_one_sentence(make, name):
     with pytest.raises(ValueError, match=f"{name} must be a finite number, got the string 'a'"):
         make(8, **{name: "a"})
+
+
+@pytest.mark.parametrize("number", [np.float64, np.float32])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda number: rg.RGLRU(4, rate=number(8)),
+        lambda number: rg.LRU(4, max_phase=number(1)),
+        lambda number: rg.GATO(4, f=rg.GatedDecay(number(0.5)), g=rg.OneLayer()),
+        lambda number: rg.GATO(4, g=rg.OneLayer(), wrap=number(2)),
+        lambda number: rg.DNC(4, memory_slots=2, word_size=2, clip=number(1)),
+        lambda number: rg.SLSTM(4, forget_bias=number(2)),
+        lambda number: rg.LSTM(4, gate=rg.Gate(forget_bias=number(2))),
+    ],
+)
+def test_numpys_numbers_are_settings_like_any(make, number):
+    """And widen nothing, where JAX has float64."""
+    key, xs = jax.random.key(0), array(8, 4, 2, INPUTS).astype(jnp.float32)
+    plain, cell = make(lambda value: float(number(value))), make(number)
+    assert cell == plain
+    actual, expected = (
+        rg.unroll(made, made.init_params(key, INPUTS), xs, backend="scan") for made in (cell, plain)
+    )
+    assert_identical(actual, expected)
+    assert {leaf.dtype for leaf in jax.tree.leaves(expected)} == {jnp.dtype("float32")}

@@ -87,7 +87,7 @@ class DNC(MemoryCell):
         self._check_sizes("memory_slots", "word_size", "read_heads", "write_heads")
         self.gate.check(self.features)
         if self.clip is not None:
-            checks.number("DNC clip", self.clip)
+            checks.numbers(self, "clip")
             if self.clip <= 0:
                 raise ValueError(f"DNC clip must be above 0 or None, got {self.clip!r}.")
 

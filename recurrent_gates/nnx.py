@@ -31,7 +31,8 @@ class Cell(nnx.RNNCellBase):
     """A cell of this library with its parameters: an ``nnx.RNNCellBase``.
 
     The parameters are attributes under linen's names, each leaf an ``nnx.Param``: the forget
-    gate's kernel of an LSTM is ``module.kernel["f"]``.
+    gate's kernel of an LSTM is ``module.kernel["f"]``. Names that ``nn.with_partitioning`` gives to
+    axes are its metadata, which ``nnx.get_partition_spec`` reads.
 
     Args:
       cell: an instance of a cell, such as ``rg.LSTM(32)``; it is ``module.cell`` afterwards.
@@ -66,7 +67,7 @@ class Cell(nnx.RNNCellBase):
                     f"{type(cell).__name__} has a parameter {name!r}, which is the name of an "
                     "attribute of the NNX cell; rename the parameter."
                 )
-            setattr(self, name, nnx.data(jax.tree.map(nnx.Param, tree)))
+            setattr(self, name, nnx.data(jax.tree.map(_param, tree, is_leaf=_is_box)))
 
     @property
     def in_features(self) -> Any:
@@ -311,11 +312,12 @@ def load_linen(module: nnx.Module, params: Mapping[str, Any]) -> None:
 
     Args:
       module: as in ``to_linen``.
-      params: ``variables["params"]`` of the linen model; arrays keep their dtypes.
+      params: ``variables["params"]`` of the linen model, in boxes or not; arrays keep their dtypes.
 
     Raises:
       ValueError: if names or shapes are not those of the module; it is left as it was.
     """
+    params = nn.unbox(params)
     state = nnx.to_flat_state(nnx.state(module, nnx.Param))
     expected_shapes = {path: jnp.shape(leaf.get_value()) for path, leaf in state}
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
@@ -334,6 +336,18 @@ def load_linen(module: nnx.Module, params: Mapping[str, Any]) -> None:
             )
     loaded = [(path, leaf.replace(jnp.asarray(arrays[path]))) for path, leaf in state]
     nnx.update(module, nnx.from_flat_state(loaded))
+
+
+def _is_box(leaf: Any) -> bool:
+    return isinstance(leaf, nn.meta.AxisMetadata)
+
+
+def _param(leaf: Any) -> nnx.Param:
+    """A parameter from an array or linen's box of one."""
+    if not isinstance(leaf, nn.Partitioned):
+        return nnx.Param(nn.unbox(leaf))
+    # As in linen nothing is laid out yet, and there need be no mesh.
+    return nnx.Param(nn.unbox(leaf), out_sharding=leaf.names, eager_sharding=False)
 
 
 def _with_lists(tree: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import recurrent_gates as rg
-from tests.support import array, assert_identical, parameters, randomize
+from tests.support import array, assert_close, assert_identical, parameters, randomize
 from tests.test_layers import BATCH, FEATURES, INPUTS, STEPS, build
 from tests.test_nnx import layer
 
@@ -130,6 +130,26 @@ def test_a_state_is_restored_with_its_streams(tmp_path):
         checkpoints.wait_until_finished()
         restored = nnx.merge(graphdef, checkpoints.restore(tmp_path / "state", abstract))
     assert_identical(restored(x), module(x))
+
+
+def test_partitioned_parameters_are_arrays_with_names():
+    """One layer, a stack and Flax's own layer, all as linen's; then back and forth."""
+    kernel_init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+    cell, x = build("lstm", kernel_init=kernel_init), array(8, BATCH, STEPS, INPUTS)
+    linen = rg.RNN(cell)
+    variables = linen.init(jax.random.key(0), x)
+    module = rg.nnx.RNN(cell, INPUTS, rngs=nnx.Rngs(0))
+    rg.nnx.load_linen(module, variables["params"])
+    expected = linen.apply(variables, x)
+    assert_identical(module(x), expected)
+    assert_identical(rg.nnx.to_linen(module), nn.unbox(variables["params"]))
+    spec = nnx.get_partition_spec(nnx.state(module))
+    assert spec["cell"]["kernel"]["f"].get_value() == jax.sharding.PartitionSpec(None, "model")
+    assert_close(nnx.RNN(module.cell)(x), expected)
+    stack = rg.nnx.Stack([module.cell, build("gru", kernel_init=kernel_init)], rngs=nnx.Rngs(1))
+    params = rg.nnx.to_linen(stack)
+    expected = rg.Stack((cell, build("gru"))).apply({"params": params}, x)
+    assert_close(stack(x), expected)
 
 
 # Wrong use.

@@ -116,7 +116,8 @@ class Stepper:
             checks.carry("carry", carry, template)
         except ValueError as error:
             raise error from None
-        if jax.tree.structure(carry) != jax.tree.structure(template):
+        structure: Any = jax.tree.structure(template)
+        if jax.tree.structure(carry) != structure:
             expected, kind = checks.described(template), checks.described(carry)
             raise ValueError(f"carry must be {expected}, got {kind}.") from None
         for leaf, like in zip(leaves, jax.tree.leaves(template), strict=True):

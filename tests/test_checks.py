@@ -321,7 +321,7 @@ MISTAKES = {
     "a field of a mapping": (
         lambda: rg.carry.get_field({"grid": jnp.ones(3), "steps": 1}, None),
         "a NamedTuple, a tuple or one array",
-        "'grid', 'steps'",
+        "grid, steps",
     ),
     "draw_noise of one function": (
         lambda: rg.draw_noise(DETACH, KEY, T, (B,)),

@@ -329,19 +329,19 @@ def test_a_pair_of_maps_without_parameters_is_a_cell():
 
 @dataclasses.dataclass(frozen=True)
 class Embedded(rg.GATOMap):
-    """Reads tokens, which are integers, and, where it is ``mixed``, numbers beside them."""
+    """Reads tokens, which are integers, and, where it ``has_numbers``, numbers beside them."""
 
-    mixed: bool = False
+    has_numbers: bool = False
 
     def init(self, key, in_features, cell):
         return {"table": jax.random.normal(key, (5, cell.units), cell.param_dtype)}
 
     def project(self, params, x, dtype):
         tokens = x[..., 0].astype(jnp.int32)
-        return {"id": tokens, "x": x} if self.mixed else tokens
+        return {"id": tokens, "x": x} if self.has_numbers else tokens
 
     def __call__(self, params, r, z):
-        tokens = z["id"] if self.mixed else z
+        tokens = z["id"] if self.has_numbers else z
         return jnp.tanh(0.5 * r + params["table"].astype(r.dtype)[tokens])
 
 
@@ -349,7 +349,7 @@ class Embedded(rg.GATOMap):
     ("maps", "kind", "dtype"),
     [
         (dict(f=Embedded(), g=Embedded()), jnp.int32, jnp.float64),
-        (dict(f=Embedded(mixed=True), g=Embedded()), jnp.float32, jnp.float32),
+        (dict(f=Embedded(has_numbers=True), g=Embedded()), jnp.float32, jnp.float32),
         (dict(f=Embedded(), g=rg.OneLayer()), jnp.float32, jnp.float64),
     ],
 )

@@ -128,8 +128,8 @@ def test_a_mean_of_integers_is_one_sentence():
     old, new = (array(0, 2), jnp.arange(2)), (array(1, 2), jnp.arange(2) + 1)
     with pytest.raises(ValueError, match="no mean of integers, and field 1 holds int64: draw its"):
         rg.Zoneout(0.5, 1).after(None, old, new)
-    kept = rg.Zoneout(0.5, 1).after(jnp.array([True, False]), old, new)
-    assert_identical(kept, (new[0], jnp.array([0, 2])))
+    mixture = rg.Zoneout(0.5, 1).after(jnp.array([True, False]), old, new)
+    assert_identical(mixture, (new[0], jnp.array([0, 2])))
 
 
 @struct.dataclass

@@ -102,11 +102,20 @@ def draw(figure: Figure, path: Path) -> None:
 
 
 def _curve(label: str, runs: Sequence[Record]) -> Curve:
-    """The scores of all seeds at the steps that every run has."""
-    tables = [dict(zip(run.curve["step"], run.curve["value"], strict=True)) for run in runs]
-    steps = sorted(set.intersection(*(set(table) for table in tables)))
-    values = [[value for table in tables for value in table[step]] for step in steps]
-    return Curve(label, np.array(steps), np.array(values, float))  # None is NaN
+    """The scores of all seeds at the steps of any run, as far as every run goes.
+
+    Between the steps that a run has kept, its scores lie on a line.
+    """
+    kept = [np.array(run.curve["step"]) for run in runs]
+    first, last = max(steps[0] for steps in kept), min(steps[-1] for steps in kept)
+    steps = np.unique(np.concatenate(kept))
+    steps = steps[(first <= steps) & (steps <= last)]
+    values = [
+        np.interp(steps, own_steps, seed)
+        for own_steps, run in zip(kept, runs, strict=True)
+        for seed in np.array(run.curve["value"], float).T  # None is NaN
+    ]
+    return Curve(label, steps, np.stack(values, axis=-1))
 
 
 def _scores(label: str, runs: Sequence[Record], setting: str) -> Curve:

@@ -204,11 +204,13 @@ class GRUD(SlotCell):
                 f"in_features must be a multiple of 3, got {in_features}."
             )
         variables, dtype = in_features // 3, self.param_dtype
-        key, *keys = jax.random.split(key, 5)
+        # Two keys are left over: biases were drawn once, and other draws stay what they were.
+        key, _, _, state_key, input_key = jax.random.split(key, 5)
+        keys = {"input": input_key, "state": state_key}
         shapes = {"input": (variables,), "state": (variables, self.features)}
         decay = {
             "kernel": {
-                name: self.decay_init(keys.pop(), shape, dtype) for name, shape in shapes.items()
+                name: self.decay_init(keys[name], shape, dtype) for name, shape in shapes.items()
             },
             "bias": {name: jnp.zeros(shape[-1:], dtype) for name, shape in shapes.items()},
         }

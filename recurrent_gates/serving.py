@@ -86,7 +86,7 @@ class Stepper:
             carry, y = self._compiled(self._weights, carry, x)
         except (TypeError, ValueError, RuntimeError) as error:
             self._check(carry, x)
-            if "donate" in str(error):  # and nothing was
+            if "donate" in str(error):  # JAX refuses before it takes anything: the carry is whole
                 raise ValueError(
                     "Two fields of the carry, or a field and x, share their memory, which the call "
                     "uses up: hand in a copy of one, jnp.copy(field)."
@@ -119,6 +119,8 @@ class Stepper:
         structure: Any = jax.tree.structure(template)
         if jax.tree.structure(carry) != structure:
             expected, kind = checks.described(template), checks.described(carry)
+            if expected == kind:  # they differ further down
+                expected, kind = str(structure), str(jax.tree.structure(carry))
             raise ValueError(f"carry must be {expected}, got {kind}.") from None
         for leaf, like in zip(leaves, jax.tree.leaves(template), strict=True):
             if _dtype(leaf) != like.dtype:

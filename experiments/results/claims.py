@@ -146,9 +146,9 @@ def markdown(claims: Sequence[Claim], select: Select) -> str:
 
 
 def tally(claims: Sequence[Claim]) -> str:
-    """A table of the verdicts' numbers: experiments by document, and mathematics.
+    """A table of how many claims have which verdict, the undecided ones by leaning.
 
-    The undecided ones are counted by leaning.
+    Its rows are the experiments of each document, and mathematics.
     """
     tested_claims = [claim for claim in claims if claim.evidence.startswith("tests/")]
     groups = {

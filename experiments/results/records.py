@@ -346,15 +346,16 @@ def command(name: str, protocol: str, overrides: Mapping[str, Any]) -> str:
 def row_digest(identity: Mapping[str, Any], task: Any) -> str:
     """8 hexadecimal digits of what changes the mathematics of a run but for its seeds and rates.
 
-    What follows the seed, the task's ``seeded`` settings, is left out with it.
+    What follows the seed, the ``seeded`` settings of a task that is no class, is left out with it.
 
     Args:
       identity: ``{"part.name": value}``.
       task: the task's settings or their class.
     """
     excluded_names = {"training.seed", "training.seeds", "training.learning_rates"}
-    for name in getattr(task, "seeded", ()):
-        if identity[f"task.{name}"] == identity["training.seed"]:
+    seeded_names = () if isinstance(task, type) else getattr(task, "seeded", ())
+    for name in seeded_names:
+        if identity.get(f"task.{name}") == identity["training.seed"]:
             excluded_names.add(f"task.{name}")
     settings = {name: value for name, value in identity.items() if name not in excluded_names}
     return digest(settings, task)

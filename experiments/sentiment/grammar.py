@@ -91,9 +91,9 @@ def _word_sample(key: jax.Array, words: tuple[str, ...], shape: tuple[int, ...])
 
 
 def by_counts() -> tuple[float, float]:
-    """The accuracy, and the mean loss in nats, of who knows how often each word stands in a review,
-    and not where: g of the statements have good adjectives, n have "not", and whether there is
-    "hardly" is known. Each is the film's with the same probability."""
+    """The accuracy, and the mean loss in nats, of a reader who knows how often each word stands in
+    a review, but not where. g counts the good adjectives, n the adverbs "not"; each statement is
+    the film's with the same probability."""
     accuracy = loss = 0.0
     count = _STATEMENTS
     for g in range(count + 1):

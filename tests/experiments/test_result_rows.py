@@ -46,6 +46,8 @@ def test_seeds_with_a_permutation_of_their_own_are_of_one_row():
     assert digest(dataset="pmnist", permutation_seed=7) != pmnist[0]
     assert digest(dataset="pmnist", permutation_seed=7, seed=1) != pmnist[0]
     assert digest(dataset="smnist") == digest(dataset="smnist", seed=1) != pmnist[0]
+    run = resolve(PIXELS, "hdetach", {"dataset": "pmnist", "data_dir": "none"})
+    assert records.row_digest(run.identity_without_data(), type(run.task)) != pmnist[0]
 
 
 def test_a_newer_setting_leaves_rows_together(monkeypatch):

@@ -295,7 +295,7 @@ def test_an_slstm_begins_with_a_weight_of_one():
     np.testing.assert_array_equal(carry.state.c, carry.state.h)
 
 
-@pytest.mark.parametrize("more", [{}, ATTENDING])
+@pytest.mark.parametrize("more", [pytest.param({}, marks=pytest.mark.long), ATTENDING])
 def test_the_picture_s_maps_begin_as_torch_s(more):
     """U(-1/sqrt(n), 1/sqrt(n)) of n inputs, kernels and biases."""
     settings = {"picture_features": 64, "embedding": 40, "hidden_size": 40} | more

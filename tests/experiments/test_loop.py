@@ -291,7 +291,10 @@ def test_a_lane_that_stopped_early_keeps_its_result(tmp_path):
     assert kept == pytest.approx(fast["metrics"]["mse"]["mean"], rel=1e-6)
 
 
-@pytest.mark.parametrize("on_divergence", ["mark", "stop", "skip"])
+@pytest.mark.parametrize(
+    "on_divergence",
+    ["mark", *(pytest.param(other, marks=pytest.mark.long) for other in ("stop", "skip"))],
+)
 def test_a_lane_that_stopped_early_diverges_no_more(tmp_path, on_divergence):
     """The first is at its best at step 0, stops at step 2, and overflows beside the other."""
     config = drift(

@@ -210,6 +210,30 @@ def test_what_does_not_fit_is_one_sentence(wrong, sentence):
         step(**({"carry": step.initial(), "x": np.ones((2, INPUTS))} | wrong))
 
 
+class Paired(rg.Cell):
+    """A carry with a NamedTuple in it."""
+
+    def init_params(self, key, in_features):
+        return {}
+
+    def initial(self, batch_shape):
+        h = jnp.zeros((*batch_shape, 2), jnp.float32)
+        return rg.HiddenState(h), h
+
+    def step(self, params, carry, z_t):
+        return rg.HiddenState(carry[1]), carry[0].h + z_t
+
+    def emit(self, params, carry, z):
+        return carry[1]
+
+
+def test_a_structure_that_differs_further_down_is_shown():
+    step = rg.stepper(Paired(), {}, in_features=2)
+    (h,), other = step.initial()
+    with pytest.raises(ValueError, match=r"carry must be PyTreeDef.*HiddenState.*, got PyTreeDef"):
+        step(((h,), other), jnp.ones(2, jnp.float32))
+
+
 @pytest.mark.parametrize("shared", ["fields", "x"])
 def test_what_shares_its_memory_is_used_up_by_no_call(shared):
     """And the sentence's way out is one."""

@@ -6,9 +6,9 @@ A review is words of no meaning in which stand, at random places,
 - three statements SUBJECT was ADVERB ADJECTIVE, one of a film and two of something else. The
   adverb "not" turns its own statement alone.
 
-The verdict is the film's adjective, turned by each of the two. Who counts the words alone is right
-in two of three reviews (``by_counts``). Beyond that, one must know which adjective is the film's,
-and whether its adverb turns it.
+The verdict is the film's adjective, turned by each of the two. A reader who only counts words is
+right in two of three reviews (``by_counts``). To do better, a reader must know which adjective is
+the film's, and whether its adverb turns it.
 
 Letters: T steps, B batch.
 """

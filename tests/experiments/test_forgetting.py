@@ -64,7 +64,7 @@ def test_linear_recurrences_that_start_saturated(name):
     cell = saturate(CELLS[name](8), 6.0)
     params = cell.init_params(jax.random.key(0), 2)
     gates = cell.gates(params, cell.initial(()), cell.project(params, jnp.zeros(2)))
-    np.testing.assert_allclose(gates["f"], np.full(8, 1 / (1 + np.exp(-6.0))), rtol=1e-3)
+    np.testing.assert_allclose(gates["f"], np.full(8, 1 / (1 + np.exp(-6.0))), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["minlstm", "rg_lru", "ur_rg_lru"])

@@ -182,9 +182,10 @@ def _laid_out(
 
 
 def _carry_key(layer: nn.Module, carry_fns: Sequence[CarryFn]) -> jax.Array | None:
-    """A key from the rng collection "carry", if there is one and a function draws."""
-    needs_key = any(fn.draws for fn in carry_fns) and layer.has_rng("carry")
-    return layer.make_rng("carry") if needs_key else None
+    """A key from the rng collection "carry", if a function draws; Flax takes one from "params"
+    where that is the only collection, as in ``init(key, ...)``."""
+    has_rng = layer.has_rng("carry") or layer.has_rng("params")
+    return layer.make_rng("carry") if has_rng and any(fn.draws for fn in carry_fns) else None
 
 
 def _sequence_shape(

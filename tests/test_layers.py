@@ -364,6 +364,9 @@ def test_a_layer_draws_from_its_own_collection():
     assert np.abs(one - other).max() > 1e-3
     with pytest.raises(ValueError, match="carry"):
         apply(model, moved, x)
+    from_one_key = jax.jit(model.init)(jax.random.key(0), x)
+    from_two = jax.jit(model.init)({"params": jax.random.key(0), "carry": jax.random.key(1)}, x)
+    assert_identical(from_one_key, from_two)
     mean = apply(model, moved, x, deterministic=True)
     params, xs = moved["params"]["cell"], jnp.swapaxes(x, 0, 1)
     expected = unroll(cell, params, xs, carry_fns=model.carry_fns, deterministic=True)[1]

@@ -91,12 +91,12 @@ def test_runs_have_cores_of_their_own_where_the_sweep_takes_all(
     """A sweep of fewer leaves them free to move: another one may run beside it."""
     path = tmp_path / "sweep.toml"
     path.write_text(TOML)
-    given = []
+    started = []
     monkeypatch.setattr(executors.os, "sched_getaffinity", lambda _: {7, 2, 5})
-    monkeypatch.setattr(process, "start", lambda command, log, core: given.append(core))
+    monkeypatch.setattr(process, "start", lambda command, log, core: started.append(core))
     local = executors.Local(Options(processes=processes))
     local.start(plan.read(path, tmp_path / "runs")[: local.slots])
-    assert given == cores
+    assert started == cores
 
 
 def test_where_cores_have_no_names_runs_are_free_to_move(tmp_path, monkeypatch):

@@ -181,6 +181,8 @@ def main(argv: Sequence[str]) -> int:
         rows = plan(options, machine["platform"])
     except ValueError as error:
         fail("speed", str(error))
+    if not rows:
+        fail("speed", f"none of --peers={options['peers']} runs any of --cells={options['cells']}.")
     report: dict[str, Any] = {"machine": machine, "settings": options, "rows": [], "left_out": []}
     for name, reason in machine["missing"].items():
         report["left_out"].append(f"{name}: {reason}")

@@ -279,6 +279,30 @@ class Gate:
             i = refine(i, sigmoid(pre["ri"]))
         return f, i
 
+    def log_activate(self, pre: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """(log f, log i) of a gate of sigmoids, also where f and i are too small for a number.
+
+        Sums of what is positive, added as logarithms: no digit is lost.
+        """
+        log_sigmoid, add = jax.nn.log_sigmoid, jnp.logaddexp
+
+        def refined(slot: str, refine_slot: str) -> jax.Array:  # Eq. (12): f (f + 2 r (1 - f))
+            f, r = pre[slot], pre[refine_slot]
+            log_f = log_sigmoid(f)
+            return log_f + add(log_f, math.log(2) + log_sigmoid(r) + log_sigmoid(-f))
+
+        def modulated(master: jax.Array, other: jax.Array, fine: jax.Array) -> jax.Array:
+            # Eq. (22), (23): mf (f mi + 1 - mi)
+            return log_sigmoid(master) + add(
+                log_sigmoid(fine) + log_sigmoid(other), log_sigmoid(-other)
+            )
+
+        if self.master:
+            mf, mi = self._widen(pre["mf"]), self._widen(pre["mi"])
+            return modulated(mf, mi, pre["f"]), modulated(mi, mf, pre["i"])
+        log_f = refined("f", "r") if self.refine else log_sigmoid(pre["f"])
+        return log_f, refined("i", "ri") if self.refine_input else log_sigmoid(pre["i"])
+
     @property
     def has_own_equations(self) -> bool:
         """Whether this is of a subclass that changes more than where biases start."""

@@ -191,12 +191,15 @@ class MinLSTM(_InputGated):
 
     @nn.nowrap
     def _log_of_ratio(self, pre: Slots) -> jax.Array:
-        """log(f / i): f / (f + i) is its sigmoid, also where both are too small to be added."""
-        gate = self.gate
-        is_modified = gate.master or gate.refine or gate.refine_input or gate.has_own_equations
-        if gate.activation == "sigmoid" and not is_modified:  # the paper's form in log-space, B.2
-            return jax.nn.log_sigmoid(pre["f"]) - jax.nn.log_sigmoid(pre["i"])
-        f, i = gate.activate(pre)  # 3.2.1
+        """log(f / i), whose sigmoid is f / (f + i) (Feng et al., B.2).
+
+        Of sigmoids it is exact also where f and i are too small to be added. A cumax, or a gate
+        with equations of its own, counts as the root of the smallest number at least.
+        """
+        if self.gate.activation == "sigmoid" and not self.gate.has_own_equations:
+            log_f, log_i = self.gate.log_activate(pre)
+            return log_f - log_i
+        f, i = self.gate.activate(pre)  # 3.2.1
         floor = math.sqrt(jnp.finfo(f.dtype).tiny)  # below it 1 / f times a cotangent may overflow
         return jnp.log(jnp.maximum(f, floor)) - jnp.log(jnp.maximum(i, floor))
 
@@ -228,7 +231,8 @@ class RGLRU(_InputGated):
 
     Note:
       Appendix A prints log a_t = -c softplus(Lambda) r_t; with a = sigmoid(Lambda) it is
-      -c softplus(-Lambda) r_t.
+      -c softplus(-Lambda) r_t. The authors' code leaves out the root of eq. 4 at the first step and
+      after resets; here, as in the equation, it is at every step.
     """
 
     rate: float = 8.0  # De et al., 2.4
@@ -253,6 +257,7 @@ class RGLRU(_InputGated):
         params = super().init_params(key, in_features)
         dtype = state_dtype(self.param_dtype)
         powers = jax.random.uniform(decay_key, (self.features,), dtype, self.fastest, self.slowest)
+        powers = jnp.minimum(powers, 1 - jnp.finfo(dtype).epsneg)  # rounded it may be 1
         log_a = jnp.log(powers) / self.rate
         decay = log_a - jnp.log(-jnp.expm1(log_a))  # logit(a)
         return {**params, "decay": decay.astype(self.param_dtype)}
@@ -345,7 +350,8 @@ class LRU(Cell):
         turn = jax.random.uniform(phase, (units,), dtype, *open_interval)
         # Orvieto et al., Lemma 3.2: u (r_max^2 - r_min^2) + r_min^2 is |lambda|^2.
         squared = area * (self.r_max**2 - self.r_min**2) + self.r_min**2
-        squared = jnp.minimum(squared, 1 - jnp.finfo(dtype).epsneg)  # rounded it may be 1
+        limits = jnp.finfo(dtype).tiny, 1 - jnp.finfo(dtype).epsneg
+        squared = jnp.clip(squared, *limits)  # rounded it may be 0 or 1
         draws = [
             scale * jax.random.normal(k, shape, dtype)
             for k, shape, scale in zip(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -136,10 +137,10 @@ def stepper(
 ) -> Stepper:
     """Compiles one step of a cell for serving.
 
-    The products that read the input and the state are one, where the cell is a ``SlotCell`` whose
-    step is the declared one (LSTM, GRU, JANET, Elman). On a CPU of several cores a step of up to
-    twelve rows and 2^19 multiplications or more is a loop of one step of the backend ``native``,
-    where that serves the cell: reading the weights is then most of it.
+    The products that read the input and the state are one, where the cell is a ``SlotCell`` without
+    heads whose step is the declared one (LSTM, GRU, JANET, Elman, sLSTM). On a CPU of several cores
+    a step of up to twelve rows and 2^19 multiplications or more is a loop of one step of the
+    backend ``native``, where that serves the cell: reading the weights is then most of it.
 
     Args:
       cell: an unbound cell.
@@ -303,7 +304,7 @@ def _joined(cell: Cell, params: Params, x: jax.ShapeDtypeStruct) -> tuple[_Step,
         else:
             out = matrix_product(xh, kernel, dtype)
         out = out + lead(offsets.astype(out.dtype), out)
-        ends = [sum(list(widths.values())[:n]) for n in range(1, len(widths))]
+        ends = list(itertools.accumulate(widths.values()))[:-1]
         pre = dict(zip(widths, jnp.split(out, ends, axis=-1), strict=True))
 
         def product(slot: str, vector: jax.Array) -> jax.Array:

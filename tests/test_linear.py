@@ -90,13 +90,6 @@ def test_how_the_decays_start():
     assert_close(turn, np.linspace(0, 2 * np.pi, 4096), 3e-2)
 
 
-def test_a_ring_close_to_one_has_finite_parameters(x32):
-    """In float32 squares of |lambda| are rounded to 1 there."""
-    params = rg.LRU(64, r_min=1 - 1e-7).init_params(jax.random.key(0), 1)
-    assert np.isfinite(params["nu"]).all() and np.isfinite(params["gamma"]).all()
-    assert np.max(params["gamma"]) < 0
-
-
 @pytest.mark.parametrize("name", [*FAMILIES, "gato"])
 def test_a_forget_bias_is_where_the_bias_of_f_starts(name):
     def start(forget_bias):
@@ -120,18 +113,57 @@ def test_how_the_maps_of_the_lru_start():
             np.testing.assert_allclose(np.std(leaf), scale, rtol=4 * error, err_msg=name)
 
 
-def test_saturated_gates_of_the_minlstm_keep_their_shares():
+REFINED = rg.Gate(refine=True, refine_input=True)
+COARSE = rg.Gate(bias="uniform", master=True, downsize=2)
+
+
+@pytest.mark.parametrize(
+    ("gate", "fine", "saturated", "factor"),
+    [
+        (rg.GATES["standard"], {}, ("f", "i"), 1),
+        (rg.GATES["um"], {"f": 0.0, "i": 3.0}, ("mf", "mi"), 1),
+        (COARSE, {"f": 0.0, "i": 3.0}, ("mf", "mi"), 1),
+        (REFINED, {"r": 0.0, "ri": 0.0}, ("f", "i"), 1),  # g = f
+        (REFINED, {"r": -200.0, "ri": -200.0}, ("f", "i"), 2),  # g = f^2
+    ],
+)
+def test_saturated_gates_of_the_minlstm_keep_their_shares(gate, fine, saturated, factor):
     """f and i of 1e-25: their shares are exact, and so is the gradient."""
-    cell = build("minlstm", param_dtype=jnp.float32)
-    pre = {"f": jnp.full(4, -60.0, jnp.float32), "i": jnp.full(4, -59.0, jnp.float32)}
+    cell = build("minlstm", gate=gate, param_dtype=jnp.float32)
+    widths = gate.slots(FEATURES)
+    low, high = saturated
+    numbers = {**fine, low: -60.0, high: -59.0}
+    pre = {slot: jnp.full(widths[slot], numbers[slot], jnp.float32) for slot in widths}
 
     def share(f):
-        return cell._gates({}, {**pre, "f": f, "u": f})["f"].sum()
+        u = jnp.zeros(FEATURES, jnp.float32)
+        return cell._gates({}, {**pre, low: f, "u": u})["f"].sum()
 
-    value, slope = jax.value_and_grad(share)(pre["f"])
-    exact = reference.sigmoid(-1.0)
-    assert_close(value, 4 * exact, 1e-5)
-    assert_close(slope, np.full(4, exact * (1 - exact)), 1e-5)
+    value, slope = jax.value_and_grad(share)(pre[low])
+    exact = reference.sigmoid(-1.0 * factor)
+    units = FEATURES // widths[low]
+    assert_close(value, FEATURES * exact, 1e-5)
+    assert_close(slope, np.full(widths[low], units * factor * exact * (1 - exact)), 1e-5)
+
+
+@pytest.mark.parametrize("gate", [rg.GATES["u"], rg.GATES["um"], COARSE, REFINED])
+def test_logarithms_of_gates_are_those_of_the_gates(gate):
+    pre = {slot: 3 * array(n, 5, width) for n, (slot, width) in enumerate(gate.slots(6).items())}
+    assert_close(gate.log_activate(pre), tuple(map(jnp.log, gate.activate(pre))))
+
+
+@pytest.mark.parametrize(
+    ("cell", "name"),
+    [
+        (rg.LRU(64, r_min=1 - 1e-7), "nu"),
+        (rg.LRU(64, r_min=1 - 1e-7), "gamma"),
+        (rg.LRU(64, r_max=1e-30), "nu"),
+        (rg.RGLRU(64, slowest=1 - 1e-9, fastest=1 - 1e-8), "decay"),
+    ],
+)
+def test_decays_that_round_to_0_or_1_start_finite(cell, name, x32):
+    start = cell.init_params(jax.random.key(0), 1)[name]
+    assert np.isfinite(start).all() and (name != "gamma" or np.max(start) < 0)
 
 
 @pytest.mark.parametrize("name", ["minlstm", "ur_rg_lru", "lru"])
@@ -340,6 +372,39 @@ def test_second_derivatives_are_the_scans_or_refused(name, fn, blocks):
             second("parallel")
     else:
         assert_close(second("parallel"), second("scan"))
+
+
+class Decaying(rg.Cell):
+    """h_t = w * h_tm1 + x_t, each unit with its own decay."""
+
+    features: int = 2
+
+    @property
+    def linear(self):
+        return True
+
+    def init_params(self, key, in_features):
+        return {"w": jnp.zeros(self.features)}
+
+    def initial(self, batch_shape):
+        return rg.HiddenState(jnp.zeros((*batch_shape, self.features)))
+
+    def project(self, params, x):
+        return {"x": x}
+
+    def step(self, params, carry, z_t):
+        return rg.HiddenState(params["w"] * carry.h + z_t["x"])
+
+
+def test_a_slope_of_0_has_its_second_derivative(blocks):
+    """y_T = sum_k w^(T - k) x_k: the second derivative at w = 0 is 2 x_{T-2}."""
+    cell, xs = Decaying(), array(8, STEPS, 2)
+
+    def last(w):
+        return rg.unroll(cell, {"w": w}, xs, backend="parallel")[1][-1].sum()
+
+    second = jax.jacrev(jax.grad(last))(jnp.zeros(2))
+    assert_close(jnp.diagonal(second), 2 * xs[-3])
 
 
 def test_a_reset_stops_what_is_not_finite(blocks):

@@ -169,9 +169,10 @@ def test_what_acts_on_a_part_of_the_memory_is_refused(make, field):
         rg.unroll(cell, params, array(8, 2, BATCH, INPUTS), carry_fns=fns, key=jax.random.key(0))
 
 
-def test_an_exponential_gate_has_no_timescale():
-    with pytest.raises(ValueError, match="it has no timescale"):
-        rg.analysis.initial_timescales(build(forget="exp"), jax.random.key(0))
+@pytest.mark.parametrize("forget", ["sigmoid", "exp"])
+def test_a_gate_beside_a_normaliser_has_no_timescale(forget):
+    with pytest.raises(ValueError, match="f alone has no timescale"):
+        rg.analysis.initial_timescales(build(forget=forget), jax.random.key(0))
 
 
 def test_torch_has_none():

@@ -77,7 +77,7 @@ def histogram(
 
 
 def timescales(f: jax.Array) -> jax.Array:
-    """The decay period D = 1 / (1 - f) of a forget activation, in steps (UR-gates, B.3).
+    """The decay period D = 1 / (1 - f) of a forget activation, in steps (UR-gates, 2.2).
 
     Args:
       f: forget activations in [0, 1], any shape.
@@ -105,13 +105,12 @@ def initial_timescales(
 
     Raises:
       TypeError: if ``cell`` is not a ``Cell``.
-      ValueError: if the cell names no such gate, or has an exponential one, or ``key`` is not one
-        PRNG key.
+      ValueError: if the cell names no such gate, or is an sLSTM, or ``key`` is not one PRNG key.
     """
     checks.cell("initial_timescales", cell, Cell)
-    if isinstance(cell, SLSTM) and cell.forget == "exp":
+    if isinstance(cell, SLSTM):
         raise ValueError(
-            "An exponential forget gate is no share that is kept: it has no timescale."
+            "An sLSTM shares its memory out by f, i and its normaliser: f alone has no timescale."
         )
     checks.key("key", key)
     return _initial_timescales(cell, key, gate, checks.in_features(in_features), draws)

@@ -8,8 +8,7 @@ is wide enough to keep the machine busy, and on a CPU always, there is one block
 loop over nothing but a multiplication and an addition.
 
 Masks, resets and carry functions leave a step linear: they enter a and b. The backward pass is a
-linear recurrence in reverse, c_{t-1} = a_t^T (c_t + y_t), solved in the same way. An a that is
-exactly 0 is taken for that of a reset: the derivative of the backward pass by it is 0, too.
+linear recurrence in reverse, c_{t-1} = a_t^T (c_t + y_t), solved in the same way.
 
 A unit may have several fields (the LRU has a real and an imaginary part): then a is a small matrix
 for each unit, and everything here is a tuple over fields, or a tuple of such tuples.
@@ -243,14 +242,11 @@ def _backward_step(slopes: Matrix, d_here: Vector, d: Vector) -> tuple[Vector, V
 
 
 def _times(matrix: Matrix, vector: Vector) -> Vector:
-    # A slope of 0, a reset, stops NaN too.
-    return tuple(
-        functools.reduce(
-            jnp.add,
-            (jnp.where(a == 0, jnp.zeros_like(x), a * x) for a, x in zip(row, vector, strict=True)),
-        )
-        for row in matrix
-    )
+    def product(a: jax.Array, x: jax.Array) -> jax.Array:
+        # A slope of 0, a reset, stops NaN too; a * x keeps its derivative by a slope that is 0.
+        return a * jnp.where((a == 0) & ~jnp.isfinite(x), jnp.zeros_like(x), x)
+
+    return tuple(functools.reduce(jnp.add, map(product, row, vector)) for row in matrix)
 
 
 def _sum(a: Vector, b: Vector) -> Vector:

@@ -5,8 +5,13 @@ Flax layers. Shapes: T time, B batch, D input features, F cell features, J = F/2
 ``unroll`` is time-major, ``[T, B, D]``; the layers are batch-major. Order is always
 ``(carry, x) -> (carry, y)``.
 
-The modules ``analysis``, ``desiderata``, ``gate_theory``, ``initializers``, ``interop``, ``nnx``,
-``target`` and ``testing`` are imported on first use.
+The modules ``analysis``, ``desiderata``, ``gate_theory``, ``nnx`` and ``testing`` are imported on
+first use.
+
+References: GATO is "Gates are not the only option" (Goldstein et al., 2019), UR-gates "Improving
+the gating mechanism of recurrent neural networks" (Gu et al., 2020, arXiv 1910.09890), h-detach
+"h-detach: modifying the LSTM gradient towards better optimization" (Kanuparthi et al., 2019, arXiv
+1810.03023), the lecture M. Khapra's CS7015, no. 14, of IIT Madras.
 """
 
 import importlib

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import export
 
-from recurrent_gates import checks, mixing, pickling
+from recurrent_gates import checks, pickling, zoneout
 from recurrent_gates.carry import CarryFn, Noise
 from recurrent_gates.declared import (
     Carry,
@@ -191,12 +191,12 @@ class Cell(nn.RNNCellBase):
         return False
 
     @nn.nowrap
-    def _around(self, carry_fns: Sequence[CarryFn], noise: Sequence[Noise]) -> mixing.Around:
+    def _around(self, carry_fns: Sequence[CarryFn], noise: Sequence[Noise]) -> zoneout.Around:
         """The cell, carry functions and noise that run where these are asked for.
 
         They differ where zoneout mixes the two values of a field that is kept within a period.
         """
-        return mixing.bounds_last(self, carry_fns, noise)
+        return zoneout.bound_after_zoneout(self, carry_fns, noise)
 
     # Flax.
 

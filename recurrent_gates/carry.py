@@ -187,7 +187,7 @@ class Detach(CarryFn):
       per_example: draw for each example instead of once a step for the whole batch.
 
     Note:
-      The paper's text and theorems use p for the probability of keeping; see ``Damp``.
+      The paper's text and theorems use p for the probability of keeping.
     """
 
     per_example: bool = struct.field(pytree_node=False, default=False)
@@ -227,6 +227,9 @@ class Damp(CarryFn):
     Attributes:
       p: the probability of detaching whose expectation this is.
       field: the damped field.
+
+    Note:
+      Theorem 2 and Corollary 1 print p in the place of 1 - p: theirs is that of keeping.
     """
 
     @property

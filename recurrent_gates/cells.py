@@ -1,13 +1,14 @@
 """The step equations, and the Flax cells over them.
 
 Each section is one family: the equations as functions that need no Flax (``elman_step``,
-``lstm_step``, ``gru_step``), then the cell with its settings. GATO, GRU-D and
-the cells with a memory have files of their own. Letters are those of ``base.py``.
+``lstm_step``, ``gru_step``), then the cell with its settings. At the end are ``FlaxCell``, which
+makes a cell of one of Flax, and ``count_parameters``. GATO, GRU-D, the sLSTM, the linear
+recurrences and the cells with a memory have files of their own. Letters are those of ``base.py``;
+u is h-detach's g.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import export
 
-from recurrent_gates import checks, mixing
+from recurrent_gates import checks, zoneout
 from recurrent_gates.base import (
     Activation,
     Cell,
@@ -138,12 +139,12 @@ def _lstm_gates(
 ) -> dict[str, jax.Array]:
     if forget_gate:
         pre = {slot: product(slot, h_tm1) for slot in gate.slots(h_tm1.shape[-1])}
-        f, i = gate.activate(pre)
+        f, i = gate.activate(pre)  # UR-gates eq. (2), (3) or (10)-(12), h-detach eq. (4), (5)
     else:
         i = jax.nn.sigmoid(product("i", h_tm1))
         f = jnp.ones_like(i)
-    o = jax.nn.sigmoid(product("o", h_tm1))
-    u = activation(product("u", h_tm1))
+    o = jax.nn.sigmoid(product("o", h_tm1))  # UR-gates eq. (6), (14), h-detach eq. (6)
+    u = activation(product("u", h_tm1))  # UR-gates eq. (4), h-detach eq. (3)
     return {"f": f, "i": i, "o": o, "u": u}
 
 
@@ -223,10 +224,8 @@ class LSTM(SlotCell):
         checks.function(f"{name} activation", self.activation, "jnp.tanh")
         checks.function(f"{name} output_activation", self.output_activation, "jnp.tanh")
         checks.flag(f"{name} forget_gate", self.forget_gate)
-        if not self.forget_gate:
-            changed = dataclasses.replace(self.gate, forget_bias=1.0) != GATES["standard"]
-            if changed:
-                raise ValueError("forget_gate=False leaves no f to shape: use the standard gate.")
+        if not self.forget_gate and self.gate != GATES["standard"]:
+            raise ValueError("forget_gate=False leaves no f to shape: use the standard gate.")
         super().__post_init__()
         self.gate.check(self.features)
         checks.heads(self)
@@ -493,12 +492,12 @@ class FlaxCell(Cell):
         return carry[-1]
 
     @nn.nowrap
-    def _around(self, carry_fns: Sequence[CarryFn], noise: Sequence[Noise]) -> mixing.Around:
+    def _around(self, carry_fns: Sequence[CarryFn], noise: Sequence[Noise]) -> zoneout.Around:
         if not any(isinstance(fn, Zoneout) for fn in carry_fns):
             return self, tuple(carry_fns), tuple(noise)
         copied, fields = _copied_field(self._inner())
         name = f"FlaxCell({type(self.module).__name__})"
-        return self, *mixing.copies_last(copied, fields, name, carry_fns, noise)
+        return self, *zoneout.copy_after_zoneout(copied, fields, name, carry_fns, noise)
 
 
 def _zeros_beside(carry: Any, shape: tuple[int, ...]) -> jax.Array:

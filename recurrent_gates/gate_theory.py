@@ -95,7 +95,12 @@ def chrono_known(tmax: float) -> TimescaleLaw:
 
     Returns:
       The law.
+
+    Raises:
+      ValueError: if ``tmax`` is not above 2.
     """
+    if not 2 < tmax < math.inf:
+        raise ValueError(f"tmax must be above 2 and finite, got {tmax!r}.")
     return TimescaleLaw(
         f"chrono, tmax {tmax:g}",
         "1{2 <= x <= tmax}",
@@ -170,7 +175,12 @@ def uniform_gates(features: int | None = None) -> TimescaleLaw:
 
     Returns:
       The law.
+
+    Raises:
+      ValueError: if ``features`` is below 3.
     """
+    if features is not None and features < 3:
+        raise ValueError(f"Uniform gates need a hidden size of at least 3, got {features!r}.")
     edge = 0.0 if features is None else 1 / features
 
     def cdf(x: Any) -> Array:

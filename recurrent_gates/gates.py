@@ -3,7 +3,7 @@
 The nine mechanisms of *Improving the Gating Mechanism of Recurrent Neural Networks*
 (UR-gates), and their relatives, are a few independent choices: the activation, how the bias
 starts, whether the input gate is tied, and what modulates the gates. The same value drives
-LSTM, GRU and JANET.
+every gated cell.
 """
 
 from __future__ import annotations
@@ -269,11 +269,11 @@ class Gate:
             i = sigmoid(pre["i"]) * w + (mi - w)  # Eq. (23)
             return f, i
         ordered = self.activation == "cumax"
-        f = cumax(pre["f"]) if ordered else sigmoid(pre["f"])  # Eq. (28); (2)
+        f = cumax(pre["f"]) if ordered else sigmoid(pre["f"])  # Eq. (28), (34); (2), (10)
         if self.refine:
-            f = refine(f, sigmoid(pre["r"]))  # Eq. (12)
+            f = refine(f, sigmoid(pre["r"]))  # Eq. (11), (12); (35), (36)
         if self.tied:
-            return f, 1 - f  # Eq. (13)
+            return f, 1 - f  # Eq. (37)
         i = 1 - cumax(pre["i"]) if ordered else sigmoid(pre["i"])  # Eq. (29); (3)
         if self.refine_input:
             i = refine(i, sigmoid(pre["ri"]))

@@ -143,6 +143,8 @@ class GatedDecay(SlotMap):
     Lambda stays, since f alone may be 1 and would let r grow. The candidate has no gate, as in the
     paper, so an input gate is left out. The gate's own parameters are ``"gate"`` of the map.
 
+    Slots ``gate`` and ``candidate`` hold B, b and C, c of eq. 5, A, a and B, b of eq. 6.
+
     Attributes:
       rate: lambda; below 1 it bounds ``|r|`` by 1 / (1 - lambda) (criterion 5).
       gate: a gate over the J units; None: the paper's sigmoid.
@@ -151,7 +153,7 @@ class GatedDecay(SlotMap):
       ValueError: if a gate shares master gates between units, which r is not laid out for.
     """
 
-    rate: float = 0.7
+    rate: float = 0.7  # GATO 5.1
     gate: Gate | None = None
 
     reads_parameters = False
@@ -205,7 +207,10 @@ class GatedDecay(SlotMap):
 
 @dataclasses.dataclass(frozen=True)
 class OneLayer(SlotMap):
-    """g of the one-layer model: softplus(A x + a * r) (GATO, eq. 5)."""
+    """g of the one-layer model: softplus(A x + a * r) (GATO, eq. 5).
+
+    Slot ``s`` holds A and a.
+    """
 
     reads_parameters = False
 
@@ -280,7 +285,7 @@ def gato_step(
       The next r and s, float32 at least.
     """
     checks.projections(z_t)
-    s = carry.s + g(params.get("g", {}), carry.r, z_t["g"])
+    s = carry.s + g(params.get("g", {}), carry.r, z_t["g"])  # GATO eq. (4)
     return GATOState(f(params.get("f", {}), carry.r, z_t["f"]), pointwise.wrap(s, period))
 
 
@@ -422,13 +427,13 @@ class GATO(Cell):
 
     @nn.nowrap
     def _recur(self, params: Params, carry: GATOState, z_t: Any) -> GATOState:
-        return carry._replace(r=self.f(params.get("f", {}), carry.r, z_t["f"]))
+        return carry._replace(r=self.f(params.get("f", {}), carry.r, z_t["f"]))  # GATO eq. (4)
 
     @nn.nowrap
     def _increment(self, params: Params, carry_tm1: GATOState, z: Any) -> dict[str, jax.Array]:
         if self.s_update == "zero":
             return {"s": jnp.zeros_like(carry_tm1.r)}
-        return {"s": self.g(params.get("g", {}), carry_tm1.r, z["g"])}
+        return {"s": self.g(params.get("g", {}), carry_tm1.r, z["g"])}  # GATO eq. (4), added
 
     @nn.nowrap
     def _bound(self, field: str, total: jax.Array) -> jax.Array:

@@ -35,13 +35,19 @@ class _Registry(dict[str, Callable[..., Cell]]):
 _GATE_FIELDS = ("forget_bias", "downsize", "tmax", "bias_mode", "refine_bias")
 
 
+def _changed(gate: Gate, changes: dict[str, Any]) -> Gate:
+    """A gate with other fields."""
+    gate = dataclasses.replace(gate, **changes)
+    if "forget_bias" in changes:  # even 1, the default, is none of a gate's that starts elsewhere
+        gate._refuse(["forget_bias"])
+    return gate
+
+
 def _gated(cell: Callable[..., Cell], gate: Gate, /, features: int, **fields: Any) -> Cell:
     changes = {name: fields.pop(name) for name in _GATE_FIELDS if name in fields}
     if changes and "gate" in fields:
         raise ValueError(f"Give a gate or its {', '.join(changes)}, not both.")
-    gate = dataclasses.replace(gate, **changes)
-    if "forget_bias" in changes:  # even 1, the default, is none of a gate's that starts elsewhere
-        gate._refuse(["forget_bias"])
+    gate = _changed(gate, changes)
     if "forget_bias" in changes and fields.get("forget_gate") is False:
         raise ValueError("forget_bias has no effect: forget_gate=False leaves no forget gate.")
     return cell(features, **{"gate": gate, **fields})
@@ -66,10 +72,7 @@ def _gato(
     if "hidden" in fields:
         g = functools.partial(g, hidden=fields.pop("hidden"))
     if gate is not None:
-        changes = {name: fields.pop(name) for name in _GATE_FIELDS if name in fields}
-        gate = dataclasses.replace(gate, **changes)
-        if "forget_bias" in changes:
-            gate._refuse(["forget_bias"])
+        gate = _changed(gate, {name: fields.pop(name) for name in _GATE_FIELDS if name in fields})
     decay = GatedDecay(gate=gate) if rate is None else GatedDecay(rate, gate)
     return GATO(features, **{"f": decay, "g": g(), **fields})
 
@@ -119,8 +122,8 @@ CELLS = _registry()
 
 ``lstm gru gru_d janet rnn exploding gato gato1 gato2 ur_gato or_gato on_lstm mingru minlstm rg_lru
 lru slstm rmc dnc rma`` and ``{c,u,o,r,ur,cr,or,om,um,cm}_`` times ``{lstm,gru,janet,mingru,minlstm,
-rg_lru,rmc,dnc,rma}``; every gated GRU resets before the product, as the later code of UR-gates'
-authors does: the paper prints no GRU equations.
+rg_lru,rmc,dnc,rma}``; every ``X_gru``, but not ``gru``, resets before the product, as the later
+code of UR-gates' authors does: the paper prints no GRU equations. ``gato`` is ``gato2``.
 Gated factories also take the gate's ``forget_bias downsize tmax bias_mode refine_bias``;
 GATO's take ``rate`` (lambda) and, with two layers, ``hidden`` (k).
 """

@@ -1,6 +1,6 @@
 """sLSTM, the recurrent cell of Beck et al., 2024, "xLSTM: extended long short-term memory" (2.2).
 
-Its input gate, and if one wishes its forget gate, is an exponential, so that a later input may
+The input gate, and optionally the forget gate, is exponential, so that a later input may
 outweigh all before it; a normaliser n keeps the sum of the weights, and a stabiliser m their
 largest logarithm.
 """
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import export
 
-from recurrent_gates import checks, mixing
+from recurrent_gates import checks, zoneout
 from recurrent_gates.base import SlotCell, add_offsets, dense
 from recurrent_gates.carry import CarryFn, Damp, Detach, Noise, Zoneout
 from recurrent_gates.declared import Params, Product, Slots
@@ -147,7 +147,7 @@ class SLSTM(SlotCell):
         return _update(carry, _gates(carry, product, self.forget))
 
     @nn.nowrap
-    def _around(self, carry_fns: Sequence[CarryFn], noise: Sequence[Noise]) -> mixing.Around:
+    def _around(self, carry_fns: Sequence[CarryFn], noise: Sequence[Noise]) -> zoneout.Around:
         for fn in carry_fns:
             field = fn.field
             if isinstance(field, int) and field in range(-4, 4):

@@ -202,3 +202,16 @@ def test_gradient_bounds_are_extremes_over_r(g):
     np.testing.assert_allclose(got.upper_ratio[0], max(tries) / (g * (1 - g)), rtol=1e-9)
     # At r = 1/2 the gate is plain but r can move too: never worse than without.
     assert got.lower_ratio[0] > 1
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: theory.chrono_known(2), "tmax must be above 2 and finite, got 2"),
+        (lambda: theory.timescale_laws(tmax=float("nan")), "tmax must be above 2"),
+        (lambda: theory.uniform_gates(2), "a hidden size of at least 3, got 2"),
+    ],
+)
+def test_a_law_of_no_width_is_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()

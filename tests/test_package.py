@@ -24,7 +24,7 @@ VERSION = recurrent_gates.__version__
 ORDER = (
     {"version", "shapes", "checks", "pickling", "target"},
     {"declared", "initializers", "carry", "pointwise"},
-    {"gates", "mixing"},
+    {"gates", "zoneout"},
     {"base"},
     {"gato", "gru_d", "scan", "slstm"},
     {

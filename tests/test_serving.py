@@ -20,7 +20,9 @@ def build(name, **settings):
     return rg.CELLS[name](FEATURES, **{"param_dtype": jnp.float64, **settings})
 
 
-@pytest.mark.parametrize("name", ["lstm", "gru", "ur_gru", "om_lstm", "slstm", "exploding", "gato1", "lru"])
+@pytest.mark.parametrize(
+    "name", ["lstm", "gru", "ur_gru", "om_lstm", "slstm", "exploding", "gato1", "lru"]
+)
 @pytest.mark.parametrize("batch", [(2,), (1,), ()])
 def test_a_stepper_is_the_scan(name, batch):
     """Whatever a product reads: the state, the reset state, or the input alone."""

@@ -231,7 +231,7 @@ def run(
 
 def _forward(loop: Loop) -> tuple[tuple[Carry, Carry], Any]:
     last, carries, pre = run(loop)
-    # Though not if they are formed again and nothing else reads them.
+    # Saved with the chunk; JAX drops them where they are formed again and nothing else reads them.
     carries = mark_residuals(carries)
     loop_carries = carries  # by the backward loop
     if loop.settings.keep and _replays(loop.params):
@@ -381,11 +381,11 @@ def accumulate(
         increments = cell.sums.increment(loop.params, previous, z)
     sums = summing(loop, increments)
 
-    def body(total: Carry, inputs: Any) -> tuple[Carry, Carry]:
+    def body(sums_tm1: Carry, inputs: Any) -> tuple[Carry, Carry]:
         added_t, stream_t = inputs
         step = sums.settings.cell.step
-        total = sums.advance(lambda c: step({}, c, added_t), total, stream_t)
-        return total, total
+        sums_t = sums.advance(lambda c: step({}, c, added_t), sums_tm1, stream_t)
+        return sums_t, sums_t
 
     last, totals = jax.lax.scan(
         body,

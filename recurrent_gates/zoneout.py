@@ -49,7 +49,7 @@ class _Copied(CarryFn):
         return set_field(new, -1, get_field(new, self.field))
 
 
-def bounds_last(cell: Any, carry_fns: Sequence[CarryFn], noise: Sequence[Noise]) -> Around:
+def bound_after_zoneout(cell: Any, carry_fns: Sequence[CarryFn], noise: Sequence[Noise]) -> Around:
     """The same with bounds on summed fields applied after zoneout's means of them.
 
     Args:
@@ -73,7 +73,7 @@ def bounds_last(cell: Any, carry_fns: Sequence[CarryFn], noise: Sequence[Noise])
     return cell, tuple(carry_fns), tuple(noise)
 
 
-def copies_last(
+def copy_after_zoneout(
     copied: int | None,
     fields: int,
     name: str,

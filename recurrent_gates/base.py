@@ -390,11 +390,6 @@ class SlotCell(Cell):
     def _gate(self) -> Gate | None:
         return None
 
-    @property
-    def _heads(self) -> int:
-        """N, the number of blocks on the diagonal of a recurrent kernel."""
-        return 1
-
     @nn.nowrap
     def zeros(self, batch_shape: Sequence[int]) -> jax.Array:
         """A field of the initial carry, ``[*batch_shape, F]``, float32 at least."""
@@ -435,7 +430,8 @@ class SlotCell(Cell):
     @nn.nowrap
     def _recurrent_kernel(self, key: jax.Array, width: int) -> jax.Array:
         """``[F, width]``; with heads each block is a draw of its own."""
-        init, dtype, heads = self.recurrent_kernel_init, self.param_dtype, self._heads
+        init, dtype = self.recurrent_kernel_init, self.param_dtype
+        heads = getattr(self, "heads", 1)
         if heads == 1:
             return init(key, (self.features, width), dtype)
         block = self.features // heads, width // heads

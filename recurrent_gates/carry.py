@@ -132,17 +132,44 @@ class CarryFn:
         return None
 
     def draw(self, key: jax.Array, steps: int, batch_shape: Sequence[int]) -> Noise:
-        """The noise of all steps, leading axis ``steps``, or None."""
+        """The noise of all steps.
+
+        Args:
+          key: PRNG key.
+          steps: T.
+          batch_shape: the batch dims.
+
+        Returns:
+          An array with leading axis T, of which ``before`` and ``after`` get a step's entry, or
+          None for no noise.
+        """
         del key, steps, batch_shape
         return None
 
     def before(self, noise_t: Noise, carry: Carry) -> Carry:
-        """What the step reads."""
+        """The carry that the step reads.
+
+        Args:
+          noise_t: the step's noise; None without any, or under ``deterministic``.
+          carry: the carry before the step.
+
+        Returns:
+          A carry of the same structure, shapes and dtypes.
+        """
         del noise_t
         return carry
 
     def after(self, noise_t: Noise, prev: Carry, new: Carry) -> Carry:
-        """What is kept and emitted."""
+        """The carry that is kept and emitted.
+
+        Args:
+          noise_t: as in ``before``.
+          prev: the carry before the step, untouched by any ``before``.
+          new: the carry after it.
+
+        Returns:
+          A carry of the same structure, shapes and dtypes.
+        """
         del noise_t, prev
         return new
 

@@ -70,6 +70,9 @@ def elman_step(
 
     Returns:
       The next h, float32 at least.
+
+    Raises:
+      ValueError: if ``params`` are another cell's, or ``z_t`` is no projection.
     """
     return _elman_update(carry, dense(params, z_t), activation)
 
@@ -180,6 +183,9 @@ def lstm_step(
     Returns:
       The next c and h, float32 at least.
 
+    Raises:
+      ValueError: if ``params`` are another cell's, or ``z_t`` is no projection.
+
     Example:
       >>> lstm = rg.LSTM(4)
       >>> params, carry = lstm.init_params(jax.random.key(0), 3), lstm.initial((2,))
@@ -233,10 +239,6 @@ class LSTM(SlotCell):
     @property
     def _gate(self) -> Gate | None:
         return self.gate if self.forget_gate else None
-
-    @property
-    def _heads(self) -> int:
-        return self.heads
 
     @property
     def slots(self) -> dict[str, int]:
@@ -315,6 +317,9 @@ def gru_step(
     Returns:
       The next h, float32 at least.
 
+    Raises:
+      ValueError: if ``params`` are another cell's, or ``z_t`` is no projection.
+
     Note:
       f multiplies the old state, as in torch and GATO's App. E. The lecture and other texts
       print the gate of the new content, 1 - f.
@@ -367,10 +372,6 @@ class GRU(SlotCell):
     @property
     def _gate(self) -> Gate:
         return self.gate.tie()
-
-    @property
-    def _heads(self) -> int:
-        return self.heads
 
     @property
     def separate(self) -> tuple[str, ...]:

@@ -283,6 +283,9 @@ def gato_step(
 
     Returns:
       The next r and s, float32 at least.
+
+    Raises:
+      ValueError: if ``params`` are another cell's, or ``z_t`` is no projection.
     """
     checks.projections(z_t)
     s = carry.s + g(params.get("g", {}), carry.r, z_t["g"])  # GATO eq. (4)

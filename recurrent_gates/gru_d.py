@@ -152,6 +152,9 @@ def gru_d_step(params: Params, carry: HiddenState, z_t: Slots) -> HiddenState:
     Returns:
       The next h, float32 at least.
 
+    Raises:
+      ValueError: if ``params`` are another cell's, or ``z_t`` is no projection.
+
     Note:
       f multiplies the old state, as in ``gru_step``. The paper prints the gate of the new content,
       z = 1 - f.

@@ -60,6 +60,9 @@ def slstm_step(
 
     Returns:
       The next c, n, h and m, float32 at least.
+
+    Raises:
+      ValueError: if ``params`` are another cell's, or ``z_t`` is no projection.
     """
     return _update(carry, _gates(carry, dense(params, z_t), forget))
 
@@ -117,10 +120,6 @@ class SLSTM(SlotCell):
         checks.numbers(self, "forget_bias")
         super().__post_init__()
         checks.heads(self)
-
-    @property
-    def _heads(self) -> int:
-        return self.heads
 
     @property
     def slots(self) -> dict[str, int]:

@@ -48,7 +48,7 @@ def newton_report(
     carry = initial if carry is None else checks.carry("carry", carry, initial)
     valid = checks.mask("valid", valid, shape[0], shape[1:])
     resets = checks.mask("resets", resets, shape[0], shape[1:])
-    settings = Settings(cell, len(shape) - 1, reverse, keep=True)
+    settings = Settings(cell, len(shape) - 1, reverse)
     stream = Stream(valid, resets)
     loop = Loop(settings, params, with_zeros(valid, xs), carry, initial, stream=stream)
     return newton.report(loop)

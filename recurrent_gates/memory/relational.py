@@ -82,7 +82,7 @@ class RMC(MemoryCell):
 
     @nn.nowrap
     def _check(self) -> None:
-        self._check_sizes("memory_slots", "heads", "blocks", "mlp_layers")
+        self._check_sizes("memory_slots", "blocks", "mlp_layers")
         if self.key_size is not None:
             self._check_sizes("key_size")
         if self.features % self.memory_slots:

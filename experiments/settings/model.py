@@ -48,7 +48,8 @@ class ModelSettings:
     downsize: int | None = setting("units that share a master gate (om, um, cm cells)", least=1)
     tmax: float | None = setting(
         "chrono initialisation's longest dependency in steps, above 2 (c, cr, cm cells); unless "
-        "given, --hidden_size"
+        "given, --hidden_size",
+        least=2,
     )
     s_update: str | None = setting(
         "GATO's ablations: what becomes of s", choices=("accumulate", "zero", "replace")

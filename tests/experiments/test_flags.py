@@ -79,7 +79,7 @@ BAD = {
     "--cell=om_lstm --downsize=3": "multiple of the downsize factor C = 3",
     "--cell=om_lstm --downsize=0": "downsize must be at least 1",
     "--cell=ur_lstm --hidden_size=2": "at least 3, got 2",
-    "--cell=c_lstm --tmax=1": "--tmax must be above 2, got 1; unless given, it is --hidden_size.",
+    "--cell=c_lstm --tmax=1": "--tmax must be at least 2, got 1",
     "--cell=c_lstm --tmax=2": "--tmax must be above 2, got 2; unless given, it is --hidden_size.",
     "--hidden_size=0": "--hidden_size must be at least 1 and below 2147483648, got 0.",
     "--hidden_size=-4": "--hidden_size must be at least 1 and below 2147483648, got -4.",

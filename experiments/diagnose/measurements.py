@@ -121,7 +121,8 @@ def measure_run(finished: Finished, name: str, steps: int, out: Path) -> None:
         lane_params = [finished.lane(moment_params, lane) for lane in lanes]
         params = _stacked([tree["recurrent"]["cell"] for tree in lane_params])
         xs = jnp.stack([finished.features(tree, _GATE_BATCH) for tree in lane_params])
-        cases[f"{moment} training"] = params, xs[:, places, 0]
+        # On one device: singular values of lanes that lie on several wait for each other for ever.
+        cases[f"{moment} training"] = jax.device_get((params, xs[:, places, 0]))
         if gates := _gate_means(cell, params, xs, valid):
             means[f"{moment} training"] = gates
     runs_text = f"{len(lanes)} runs" if len(lanes) > 1 else "one run"

@@ -272,8 +272,9 @@ class Workdir:
             {name: defaults[name] for name in new if name in defaults} | old,
         )
         for name, value in cells_own(config.model).items():  # which one did not record as such
-            if f"model.{name}" in old and old[f"model.{name}"] is None:
-                old[f"model.{name}"] = value
+            key = f"model.{name}"
+            if key in old and old[key] is None and new.get(key) is not None:
+                old[key] = value
         differences = [name for name in {**new, **old} if old.get(name) != new.get(name)]
         lengths = {"training.steps"}  # which only some schedules record
         if {*recorded_identity} - lengths < {*new} - lengths and any(

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -185,7 +186,13 @@ def test_a_run_before_and_after_its_training(trained, tmp_path, capsys, monkeypa
     draw, draw_paths = figures.gate_histograms, figures.gradient_paths
     monkeypatch.setattr(figures, "gate_histograms", lambda *a: (histograms.append(a[0]), draw(*a)))
     monkeypatch.setattr(figures, "gradient_paths", lambda *a: (paths.append(a[0]), draw_paths(*a)))
+    measure, measured = measurements._gradient_paths, []
+    monkeypatch.setattr(
+        measurements, "_gradient_paths", lambda *a: (measured.append(a[1]), measure(*a))[1]
+    )
     start(f"--workdir={trained / 'lstm'}", "--steps=5")
+    # Not spread over the devices of the run's mesh, which would wait for each other.
+    assert {type(leaf) for leaf in jax.tree.leaves(measured)} == {np.ndarray}
     text = capsys.readouterr().out
     assert "lstm: lstm before and after 4 steps of training\n" in text
     assert "log10 |d state_T / d state_t| at gap 5, before training: all paths" in text

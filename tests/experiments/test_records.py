@@ -17,6 +17,7 @@ import pytest
 
 from experiments.command import tables
 from experiments.copy.settings import COPY
+from experiments.forgetting.settings import FORGETTING
 from experiments.records import checkpoints as records_checkpoints
 from experiments.records import reporting, storage, workdir
 from experiments.records.storage import Patience, Storage, written
@@ -486,6 +487,14 @@ def test_a_run_that_left_its_forget_bias_to_an_r_gate_goes_on(tmp_path):
     refused = pytest.raises(UserError, match=r"forget_bias is None there and 0\.0 here")
     with contextlib.closing(Workdir(tmp_path / "lstm")) as work, refused:
         work.claim(tiny(cell="lstm"))
+
+
+@pytest.mark.parametrize("cell", ["lstm", "r_lstm", "ur_lstm"])
+def test_a_run_whose_task_decides_the_biases_goes_on(cell, tmp_path):
+    config = resolve(FORGETTING, "small", {"cell": cell})
+    for _ in range(2):
+        with contextlib.closing(Workdir(tmp_path)) as work:
+            work.claim(config)
 
 
 def test_a_copy_run_of_h_detach_that_kept_the_first_of_equals_is_refused_or_goes_on(tmp_path):

@@ -182,7 +182,7 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         fail("speed", str(error))
     if not rows:
-        fail("speed", f"none of --peers={options['peers']} runs any of --cells={options['cells']}.")
+        fail("speed", f"no row: none of {options['peers']} runs a cell that is asked for.")
     report: dict[str, Any] = {"machine": machine, "settings": options, "rows": [], "left_out": []}
     for name, reason in machine["missing"].items():
         report["left_out"].append(f"{name}: {reason}")

@@ -279,29 +279,36 @@ class Gate:
             i = refine(i, sigmoid(pre["ri"]))
         return f, i
 
-    def log_activate(self, pre: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        """(log f, log i) of a gate of sigmoids, also where f and i are too small for a number.
+    def log_ratio(self, pre: Mapping[str, jax.Array]) -> jax.Array:
+        """log(f / i) of a gate of sigmoids, also where f and i are both too small to be added.
 
-        Sums of what is positive, added as logarithms: no digit is lost.
+        sigmoid(x) is exp(min(x, 0)) times a share of at least a half, so that one logarithm takes
+        what is left of both. The factor by which a refine or a fine gate changes f and i counts as
+        the root of the smallest number at least.
         """
-        log_sigmoid, add = jax.nn.log_sigmoid, jnp.logaddexp
+        sigmoid = jax.nn.sigmoid
 
-        def refined(slot: str, refine_slot: str) -> jax.Array:  # Eq. (12): f (f + 2 r (1 - f))
-            f, r = pre[slot], pre[refine_slot]
-            log_f = log_sigmoid(f)
-            return log_f + add(log_f, math.log(2) + log_sigmoid(r) + log_sigmoid(-f))
+        def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            size = jnp.abs(x)  # once, so that both parts have the slope of one side at 0
+            return (x - size) / 2, 1 / (1 + jnp.exp(-size))
 
-        def modulated(master: jax.Array, other: jax.Array, fine: jax.Array) -> jax.Array:
-            # Eq. (22), (23): mf (f mi + 1 - mi)
-            return log_sigmoid(master) + add(
-                log_sigmoid(fine) + log_sigmoid(other), log_sigmoid(-other)
-            )
+        def refined(slot: str, refine_slot: str) -> tuple[jax.Array, jax.Array]:
+            low, share = split(pre[slot])
+            f, r = sigmoid(pre[slot]), sigmoid(pre[refine_slot])
+            return low, share * (f + 2 * r * (1 - f))  # Eq. (12): f (f + 2 r (1 - f))
+
+        def modulated(master: str, other: str, fine: str) -> tuple[jax.Array, jax.Array]:
+            low, share = map(self._widen, split(pre[master]))
+            mi = self._widen(sigmoid(pre[other]))
+            return low, share * (sigmoid(pre[fine]) * mi + (1 - mi))  # Eq. (22): mf (f mi + 1 - mi)
 
         if self.master:
-            mf, mi = self._widen(pre["mf"]), self._widen(pre["mi"])
-            return modulated(mf, mi, pre["f"]), modulated(mi, mf, pre["i"])
-        log_f = refined("f", "r") if self.refine else log_sigmoid(pre["f"])
-        return log_f, refined("i", "ri") if self.refine_input else log_sigmoid(pre["i"])
+            f, i = modulated("mf", "mi", "f"), modulated("mi", "mf", "i")
+        else:
+            f = refined("f", "r") if self.refine else split(pre["f"])
+            i = refined("i", "ri") if self.refine_input else split(pre["i"])
+        floor = math.sqrt(jnp.finfo(f[1].dtype).tiny)  # below it the slope may overflow
+        return f[0] - i[0] + jnp.log(jnp.maximum(f[1], floor) / jnp.maximum(i[1], floor))
 
     @property
     def has_own_equations(self) -> bool:

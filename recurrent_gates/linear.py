@@ -197,8 +197,7 @@ class MinLSTM(_InputGated):
         with equations of its own, counts as the root of the smallest number at least.
         """
         if self.gate.activation == "sigmoid" and not self.gate.has_own_equations:
-            log_f, log_i = self.gate.log_activate(pre)
-            return log_f - log_i
+            return self.gate.log_ratio(pre)
         f, i = self.gate.activate(pre)  # 3.2.1
         floor = math.sqrt(jnp.finfo(f.dtype).tiny)  # below it 1 / f times a cotangent may overflow
         return jnp.log(jnp.maximum(f, floor)) - jnp.log(jnp.maximum(i, floor))

@@ -118,21 +118,21 @@ COARSE = rg.Gate(bias="uniform", master=True, downsize=2)
 
 
 @pytest.mark.parametrize(
-    ("gate", "fine", "saturated", "factor"),
+    ("gate", "fine", "saturated", "start", "factor"),
     [
-        (rg.GATES["standard"], {}, ("f", "i"), 1),
-        (rg.GATES["um"], {"f": 0.0, "i": 3.0}, ("mf", "mi"), 1),
-        (COARSE, {"f": 0.0, "i": 3.0}, ("mf", "mi"), 1),
-        (REFINED, {"r": 0.0, "ri": 0.0}, ("f", "i"), 1),  # g = f
-        (REFINED, {"r": -200.0, "ri": -200.0}, ("f", "i"), 2),  # g = f^2
+        (rg.GATES["standard"], {}, ("f", "i"), -60.0, 1),
+        (rg.GATES["um"], {"f": 0.0, "i": 3.0}, ("mf", "mi"), -60.0, 1),
+        (COARSE, {"f": 0.0, "i": 3.0}, ("mf", "mi"), -60.0, 1),
+        (REFINED, {"r": 0.0, "ri": 0.0}, ("f", "i"), -60.0, 1),  # g = f
+        (REFINED, {"r": -200.0, "ri": -200.0}, ("f", "i"), -30.0, 2),  # g = f^2
     ],
 )
-def test_saturated_gates_of_the_minlstm_keep_their_shares(gate, fine, saturated, factor):
+def test_saturated_gates_of_the_minlstm_keep_their_shares(gate, fine, saturated, start, factor):
     """f and i of 1e-25: their shares are exact, and so is the gradient."""
     cell = build("minlstm", gate=gate, param_dtype=jnp.float32)
     widths = gate.slots(FEATURES)
     low, high = saturated
-    numbers = {**fine, low: -60.0, high: -59.0}
+    numbers = {**fine, low: start, high: start + 1}
     pre = {slot: jnp.full(widths[slot], numbers[slot], jnp.float32) for slot in widths}
 
     def share(f):
@@ -147,9 +147,30 @@ def test_saturated_gates_of_the_minlstm_keep_their_shares(gate, fine, saturated,
 
 
 @pytest.mark.parametrize("gate", [rg.GATES["u"], rg.GATES["um"], COARSE, REFINED])
-def test_logarithms_of_gates_are_those_of_the_gates(gate):
+def test_the_ratio_of_gates_is_that_of_the_gates(gate):
+    """And both derivatives, also at 0, where a sigmoid is split."""
     pre = {slot: 3 * array(n, 5, width) for n, (slot, width) in enumerate(gate.slots(6).items())}
-    assert_close(gate.log_activate(pre), tuple(map(jnp.log, gate.activate(pre))))
+    pre = {slot: x.at[0].set(0) for slot, x in pre.items()}
+
+    def ratio(pre):
+        f, i = gate.activate(pre)
+        return jnp.log(f / i).sum(), jnp.log(f / i)
+
+    def log_ratio(pre):
+        return gate.log_ratio(pre).sum(), gate.log_ratio(pre)
+
+    slopes, values = jax.grad(log_ratio, has_aux=True)(pre)
+    expected_slopes, expected = jax.grad(ratio, has_aux=True)(pre)
+    assert_close(values, expected)
+    assert_close(slopes, expected_slopes)
+
+    def penalty(make):
+        return lambda pre: sum(
+            (jnp.sin(3 * leaf)).sum()
+            for leaf in jax.tree.leaves(jax.grad(make, has_aux=True)(pre)[0])
+        )
+
+    assert_close(jax.grad(penalty(log_ratio))(pre), jax.grad(penalty(ratio))(pre))
 
 
 @pytest.mark.parametrize(

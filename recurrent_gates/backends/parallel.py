@@ -242,11 +242,24 @@ def _backward_step(slopes: Matrix, d_here: Vector, d: Vector) -> tuple[Vector, V
 
 
 def _times(matrix: Matrix, vector: Vector) -> Vector:
-    def product(a: jax.Array, x: jax.Array) -> jax.Array:
-        # A slope of 0, a reset, stops NaN too; a * x keeps its derivative by a slope that is 0.
-        return a * jnp.where((a == 0) & ~jnp.isfinite(x), jnp.zeros_like(x), x)
+    return tuple(functools.reduce(jnp.add, map(_product, row, vector)) for row in matrix)
 
-    return tuple(functools.reduce(jnp.add, map(product, row, vector)) for row in matrix)
+
+@jax.custom_jvp
+def _product(a: jax.Array, x: jax.Array) -> jax.Array:
+    """a * x, but a slope of 0, a reset, stops NaN too."""
+    return jnp.where(a == 0, jnp.zeros_like(x), a * x)
+
+
+@_product.defjvp
+def _product_tangent(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """A slope of 0 has the derivative x where x is finite: ``where`` alone would say 0."""
+    (a, x), (d_a, d_x) = primals, tangents
+    zeros = jnp.zeros_like(x)
+    by_a = d_a * jnp.where((a == 0) & ~jnp.isfinite(x), zeros, x)
+    return _product(a, x), by_a + jnp.where(a == 0, zeros, a * d_x)
 
 
 def _sum(a: Vector, b: Vector) -> Vector:

@@ -300,7 +300,7 @@ def test_a_floor_is_the_larger_of_two_times():
         ("--sizes=1,2,3", "A size is B,T,D,F"),
         ("--repeats=0", "repeats"),
         ("--size=1,2,3,4", "Unknown command line flag 'size'"),
-        ("--cells=mingru --peers=memax", "none of --peers=memax runs any of --cells=mingru"),
+        ("--cells=mingru --peers=memax", "no row: none of memax runs a cell that is asked for"),
         ("more", "There is no argument 'more'"),
         ("--random=0", "random"),
         ("--draw=1", "--draw has no effect without --random"),

@@ -183,7 +183,7 @@ class Gate:
         """Raises ValueError if the gate does not fit a cell of ``features`` units."""
         if self.master and features % self.downsize:
             raise ValueError(
-                f"The hidden size must be a multiple of the downsize factor C = {self.downsize}, "
+                f"The gated units must be a multiple of the downsize factor C = {self.downsize}, "
                 f"got {features}."
             )
         if self.bias == "uniform" and features < 3:

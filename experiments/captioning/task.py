@@ -41,7 +41,7 @@ from experiments.captioning.pictures import (
 from experiments.captioning.settings import CaptioningSettings
 from experiments.machine.mesh import Rows
 from experiments.records.reporting import say
-from experiments.settings.cells import feedback, field_of
+from experiments.settings.cells import feedback_fields, field_of
 from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
 from experiments.settings.model import ModelSettings
@@ -143,8 +143,13 @@ class CaptioningTask(CaptioningSettings, BaseTask):
         if self.captioner == "show_attend_tell":
             if isinstance(recurrent, Stack):
                 raise UserError("--captioner=show_attend_tell is for --layers=1.")
-            field = field_of(feedback(recurrent.cell))
-            looking = Looking(self.attention_units, field, self.detach_query)
+            candidates = feedback_fields(recurrent.cell)
+            if len(candidates) > 1:
+                raise UserError(
+                    f"--captioner=show_attend_tell asks the picture by the state's h, and the "
+                    f"state of {model.cell} has the fields {' and '.join(candidates)}."
+                )
+            looking = Looking(self.attention_units, field_of(candidates[0]), self.detach_query)
         size = len(self.vocabulary)
         return Captioner(
             vision=self._vision(),

@@ -124,7 +124,7 @@ def define_experiment(experiment: Experiment, values: FlagValues) -> None:
             add(values, setting.singular, f"one of --{name}", setting.kind)
     protocols = tuple(experiment.protocols)
     add(values, "protocol", "a paper's settings; default: small", choices=protocols)
-    define_run(values)
+    define_run(values, "PROTOCOL-HASH" if experiment.study else "CELL-PROTOCOL-HASH")
 
 
 def one_process(values: FlagValues) -> None:
@@ -132,9 +132,14 @@ def one_process(values: FlagValues) -> None:
     values.remove_flag_values(list(OF_PROCESSES))
 
 
-def define_run(values: FlagValues) -> None:
-    """Defines the flags that say where and how a run is made, and change nothing of it."""
-    add(values, "workdir", "where results go; default: runs/TASK/CELL-PROTOCOL-HASH")
+def define_run(values: FlagValues, folder: str) -> None:
+    """Defines the flags that say where and how a run is made, and change nothing of it.
+
+    Args:
+      values: where.
+      folder: what the default workdir of a task is called.
+    """
+    add(values, "workdir", f"where results go; default: runs/TASK/{folder}")
     add(values, "describe", "print settings and parameter counts as JSON, train nothing", bool)
     add(values, "compile_for", "compile the training step for a TPU such as v5e:4x4, train nothing")
     add(values, "profile", "trace so many steps into WORKDIR/profile", int)

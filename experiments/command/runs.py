@@ -156,6 +156,7 @@ def finished(workdir: str | Path, experiments: Collection[Experiment]) -> Finish
     """
     work = Workdir(workdir)
     config = recorded_config(workdir, experiments)
+    _check_source(work, config)
     summary = work.summary()
     if summary is None or not (work.checkpoints).is_dir():
         raise UserError(
@@ -174,6 +175,17 @@ def finished(workdir: str | Path, experiments: Collection[Experiment]) -> Finish
             "another version; the command of that run goes on from an earlier one, if one is good."
         )
     return Finished(config, learner, jax.tree.map(jnp.asarray, state), summary)
+
+
+def _check_source(work: Workdir, config: Config) -> None:
+    """Raises ``UserError`` if a cell of the user's own is not the one that a run trained."""
+    name = "model.cell_source"
+    identity = config.identity_without_data()
+    if name in identity and identity[name] != work.read_json("config.json")["identity"].get(name):
+        raise UserError(
+            f"the run in {work.path} was trained with another source of {config.model.cell} than "
+            "today's, which its parameters may not fit; bring that source back, or train again."
+        )
 
 
 def train_all(
@@ -201,7 +213,7 @@ def train_all(
     if jax.process_count() > 1:
         raise UserError("several processes train one run, and these are several: use one process.")
     for config in runs.values():  # before any is trained
-        Learner(config)
+        Learner(config).check_memory()
     for label, config in runs.items():
         say(f"{label}:")
         if loop.run(config, directory / label, profile, storage=storage) is None:

@@ -12,18 +12,20 @@ import numpy as np
 from experiments.settings.errors import UserError
 
 
-def check(needed: Mapping[str, int], platform: str, lower: str) -> None:
+def check(needed: Mapping[str, int], platform: str, devices: int, lower: str) -> None:
     """Refuses what cannot fit.
 
     Args:
-      needed: bytes by what they are for.
+      needed: bytes of one device, by what they are for.
       platform: of the devices.
+      devices: how many of this machine need so much; those of a CPU share its memory.
       lower: the flags that would help.
 
     Raises:
       UserError: if it is more than there is.
     """
-    total, available = sum(needed.values()), _available(platform)
+    total = sum(needed.values()) * (devices if platform == "cpu" else 1)
+    available = _available(platform)
     if total > available:
         largest = max(needed, key=lambda name: needed[name])
         raise UserError(

@@ -181,6 +181,13 @@ class DeviceMesh:
         """``"cpu"``, ``"gpu"`` or ``"tpu"``."""
         return self._mesh.devices.flat[0].platform
 
+    @property
+    def own_devices(self) -> int:
+        """How many of the devices are this process's."""
+        return sum(
+            device.process_index == jax.process_index() for device in self._mesh.devices.flat
+        )
+
     # Inside a function that all devices run.
 
     def rows(self, total: int) -> Rows:

@@ -22,7 +22,7 @@ from experiments.match.environments.repeat_previous import DECK
 from experiments.match.settings import MatchSettings
 from experiments.settings.errors import UserError
 from experiments.settings.metrics import Metric
-from experiments.settings.model import ModelSettings
+from experiments.settings.model import CarrySettings, ModelSettings
 from experiments.training.models import Decoder
 from experiments.training.state import threefry_key
 from experiments.training.task import Apply, BaseTask, Fresh, Outcome, Resident, Total
@@ -162,13 +162,17 @@ class MatchTask(MatchSettings, BaseTask):
                 "time to eat them: give --apples=0."
             )
 
-    def check_noise(self, noisy: bool) -> None:
-        """Raises ``UserError`` on V-trace between two policies that are one.
-
-        Args:
-          noisy: whether dropout or zoneout acts in training; none does while an agent acts.
-        """
-        if self.returns == "v_trace" and self.passes == 1 and not noisy:
+    def check_beside(self, model: ModelSettings, carry: CarrySettings) -> None:
+        """Raises ``UserError`` on V-trace between two policies that are one, and where there is no
+        gradient through the state to detach or to damp."""
+        if self.memoryless and (carry.detach_prob or carry.damp_prob):
+            flag = "detach_prob" if carry.detach_prob else "damp_prob"
+            raise UserError(
+                f"--{flag} has no effect with --memoryless: no gradient passes from step to step."
+            )
+        # No dropout or zoneout acts while an agent acts.
+        noise = (model.dropout, model.layer_dropout, carry.zoneout_c, carry.zoneout_h)
+        if self.returns == "v_trace" and self.passes == 1 and not any(noise):
             raise UserError(
                 "--returns=v_trace has no effect with --passes=1: the policy that acted is the "
                 "one that learns."

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from experiments.settings.derived import Depends, Epochs, OnlySeed
-from experiments.settings.fields import setting
+from experiments.settings.fields import TINY, setting
 from experiments.settings.resolver import Experiment
 from experiments.settings.sources import HDETACH_CELLS, LIBRARY_CELLS, Protocol, Sourced
 
@@ -30,7 +30,7 @@ class PixelsSettings:
         needs=("permutation", ("random",)),
     )
     validation_share: float = setting(
-        "how much of the training images is for validation", least=0, below=1
+        "how much of the training images is for validation", least=TINY, below=1
     )
     validation_last: bool = setting("these are the last ones, and not drawn with seed 42")
     data_dir: str | None = setting(

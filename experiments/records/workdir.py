@@ -266,6 +266,8 @@ class Workdir:
                 "choose another --workdir."
             )
         new = config.identity()
+        if old.get("task.name", new["task.name"]) != new["task.name"]:
+            raise self._other_configuration("task.name", old, new)
         defaults = identity_defaults(config.task)  # an earlier version did not have them yet
         recorded_identity, old = (
             old,
@@ -288,16 +290,21 @@ class Workdir:
             )
         if differences:
             name = min(differences, key=lambda name: name == "training.steps")
-            raise UserError(
-                f"the workdir {self.path} belongs to another configuration "
-                f"({name.partition('.')[2] or name} is {old.get(name)} there and {new.get(name)} "
-                "here); choose another --workdir."
-            )
+            raise self._other_configuration(name, old, new)
         if config.training.steps < (progress := self._trained()):
             raise UserError(
                 f"the run in {self.path} has been trained for {progress} steps; --steps can only "
                 "be raised."
             )
+
+    def _other_configuration(self, name: str, old: Row, new: Row) -> UserError:
+        """The error of a run that differs from this one in a setting."""
+        part, _, setting = name.partition(".")
+        label = part if setting == "name" else setting or name
+        return UserError(
+            f"the workdir {self.path} belongs to another configuration ({label} is "
+            f"{old.get(name)} there and {new.get(name)} here); choose another --workdir."
+        )
 
     def read_json(self, name: str) -> Any:
         """A file's content, an object; None if there is no such file.
@@ -343,8 +350,9 @@ class Workdir:
           StorageError: if they cannot be written.
         """
         rows, _ = _sort(self.metrics, _is_evaluation)
-        rows = [row for row in rows if row["step"] <= last_step]
-        _replace(self.metrics, "".join(map(_line, rows)))
+        text = "".join(_line(row) for row in rows if row["step"] <= last_step)
+        if not self.metrics.exists() or text.encode() != self.metrics.read_bytes():
+            _replace(self.metrics, text)
         rows, damage = _sort(self.timing, _is_timing)
         if damage:
             say(

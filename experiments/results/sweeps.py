@@ -62,7 +62,8 @@ def _finished(directory: Path) -> dict[_Lane, str]:
             if run.finished and results.experiment in _BY_NAME:
                 flag_values = _flags(run.command)
                 experiment = _BY_NAME[results.experiment]
-                if _dataset(experiment, flag_values) in _UNKNOWN_SIZES:
+                own_cell = ":" in flag_values.get("cell", "")  # which no sweep of the page has
+                if own_cell or _dataset(experiment, flag_values) in _UNKNOWN_SIZES:
                     continue
                 for lane in _lanes(path, experiment, flag_values):
                     if lane[3] in run.seeds and run.rate in (None, lane[4]):

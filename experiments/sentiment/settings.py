@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from experiments.settings.derived import Depends, Epochs
-from experiments.settings.fields import setting
+from experiments.settings.fields import TINY, setting
 from experiments.settings.resolver import Experiment
 from experiments.settings.sources import LIBRARY_CELLS, Protocol, Sourced
 
@@ -40,7 +40,7 @@ class SentimentSettings:
     validation_share: float = setting(
         "how much of IMDB's training reviews is for validation",
         Sourced(0.1, "ours: as for images"),
-        least=0,
+        least=TINY,
         below=1,
         needs=("dataset", ("imdb",)),
     )

@@ -217,12 +217,13 @@ def cells_own(model: ModelSettings) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if not left_to_protocols(cell, name)}
 
 
-def feedback(cell: rg.Cell) -> str:
-    """The field of the state that feeds back: h where there is one, else the first that does."""
+def feedback_fields(cell: rg.Cell) -> list[str]:
+    """The fields of the state that may feed back: h alone where there is one."""
     fields = state_fields(cell)
+    if isinstance(cell, rg.FlaxCell):
+        fields = fields[:-1]  # the last one is y
     summed_fields = cell.sums.fields if cell.sums else ()
-    feedback_fields = [name for name in fields if name not in summed_fields]
-    return "h" if "h" in fields else feedback_fields[0]
+    return ["h"] if "h" in fields else [name for name in fields if name not in summed_fields]
 
 
 def state_fields(cell: rg.Cell) -> tuple[str, ...]:

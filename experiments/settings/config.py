@@ -143,9 +143,8 @@ class Config:
                 "or --inputs=one_hot or scalar."
             )
         self.task.check()
-        if hasattr(self.task, "check_noise"):
-            noise = (model.dropout, model.layer_dropout, carry.zoneout_c, carry.zoneout_h)
-            self.task.check_noise(any(noise))
+        if hasattr(self.task, "check_beside"):
+            self.task.check_beside(model, carry)
         self._check_cell()
 
     def _check_cell(self) -> None:

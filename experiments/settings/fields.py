@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from experiments.settings.errors import UserError
 
 TINY, HUGE = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # float32's smallest normal and largest number
 _INTEGERS = 2**31
+_TYPES: Mapping[type, Any] = {int: numbers.Integral, float: numbers.Real, bool: bool, str: str}
 _NOUNS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}
 
 
@@ -83,6 +85,8 @@ class Setting:
             return "a probability in [0, 1]"
         if (self.least, self.below) == (0, 1):
             return "at least 0 and below 1"
+        if (self.least, self.below) == (TINY, 1):
+            return "above 0 and below 1"
         if self.least == TINY:
             return "a positive number"
         bounds = [f"at least {self.least:g}"] if self.least is not None else []
@@ -94,6 +98,8 @@ class Setting:
         """Raises ``UserError`` on a value that is not allowed."""
         if value is None and self.optional:
             return
+        if self.several and not isinstance(value, tuple | list):
+            raise UserError(f"--{self.flag} takes several values, such as ({value!r},).")
         entries = value if self.several else (value,)
         if self.several and len(set(entries)) < len(entries) and self.singular:
             raise UserError(f"--{self.flag} must name each value once.")
@@ -107,6 +113,10 @@ class Setting:
             if value not in self.choices:
                 raise UserError(f"--{self.flag} is {self.allowed}, got {value}.")
             return
+        if not isinstance(value, _TYPES[self.kind]) or isinstance(value, bool) != (
+            self.kind is bool
+        ):
+            raise UserError(f"--{self.flag} must be {_NOUNS[self.kind]}, got {value!r}.")
         if self.kind not in (int, float):
             return
         if self.kind is float and not math.isfinite(value):
@@ -211,7 +221,7 @@ def check_effect(
     for name in overrides:
         if name not in declarations or (needs := declarations[name].needs) is None:
             continue
-        if not overrides[name]:  # to turn off what has no effect is no mistake
+        if _turns_off(declarations[name], overrides[name]):
             continue
         needed_name, allowed = needs
         value = values.get(needed_name)
@@ -229,3 +239,10 @@ def check_effect(
             f"--{declarations[name].flag} has no effect with {state}: it needs "
             f"--{needed_name.rstrip('_')}{condition}."
         )
+
+
+def _turns_off(declaration: Setting, value: Any) -> bool:
+    """Whether a value says that what it is of is off, which is no mistake where it cannot be on:
+    False, and zero where that is the default."""
+    off = value is False if declaration.default is None else not declaration.default.value
+    return off and not value

@@ -18,6 +18,7 @@ class TrainingSettings:
         "how many seeds, counted up from --seed; they train together",
         Sourced(1, "ours: the papers run three and more, one is quicker; see --seeds"),
         least=1,
+        most=4096,
     )
     learning_rates: tuple[float, ...] = setting(
         "learning rates, with commas; they train together", least=TINY, singular="learning_rate"

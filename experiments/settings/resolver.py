@@ -86,6 +86,7 @@ def resolve(experiment: Experiment, protocol: str, overrides: Mapping[str, Any])
       UserError: if there is no such protocol, or the settings cannot be.
     """
     declarations, sourced = experiment.declarations(), experiment.values(protocol)
+    _check_protocol(experiment, protocol, sourced)
     for name, value in overrides.items():
         if name not in declarations:
             raise UserError(f"--{name.rstrip('_')} is not for {experiment.name}: {_NO_SETTING}")
@@ -98,6 +99,11 @@ def resolve(experiment: Experiment, protocol: str, overrides: Mapping[str, Any])
     decided_names = getattr(experiment.settings, "decides", ())
     settings |= _cell_settings(cells, settings, overrides, decided_names)
     task_class = experiment.task()
+    if task_class.name != experiment.name and not experiment.study:
+        raise UserError(
+            f"the experiment {experiment.name} has a task of the name {task_class.name}: they must "
+            "be the same."
+        )
     task = _fill(task_class, settings)
     task.check()
     settings = in_steps(task, settings, overrides)
@@ -112,6 +118,28 @@ def resolve(experiment: Experiment, protocol: str, overrides: Mapping[str, Any])
     )
     config.check()
     return config
+
+
+def _check_protocol(
+    experiment: Experiment, protocol: str, sourced: Mapping[str, fields.Sourced]
+) -> None:
+    """Raises ``UserError`` on a setting that a protocol misspells, or that nothing gives."""
+    names = [
+        field.name for cls in (*_SHARED, experiment.settings) for field in dataclasses.fields(cls)
+    ]
+    known_names = {*names, *(field.name for field in dataclasses.fields(Passes))}
+    if unknown_names := [name for name in sourced if name not in known_names]:
+        raise UserError(
+            f"the protocol {protocol} of {experiment.name} gives {' and '.join(unknown_names)}, "
+            "which no setting is called."
+        )
+    missing_names = [name for name in names if name not in sourced and name not in _OF_THE_CELL]
+    if missing_names:
+        missing = " and no ".join(missing_names)
+        raise UserError(
+            f"the protocol {protocol} of {experiment.name} gives no {missing}, and there is no "
+            "default."
+        )
 
 
 _NO_SETTING = "it has no such setting."
@@ -142,7 +170,7 @@ def _cell_settings(
     from experiments.settings.cells import (
         bare_cell,
         check_size,
-        feedback,
+        feedback_fields,
         has_whole_matrices,
         left_to_protocols,
         own_settings,
@@ -176,7 +204,15 @@ def _cell_settings(
     if values["tmax"] == "hidden_size":
         values["tmax"] = settings["hidden_size"]
     if settings["detach_state"] == "feedback":
-        values["detach_state"] = feedback(cell)
+        candidates = feedback_fields(cell)
+        cuts = next((cut for cut in ("detach_prob", "damp_prob") if settings[cut]), None)
+        if cuts and len(candidates) > 1 and not cell.linear:
+            raise UserError(
+                f"--{cuts}: the state of {name} has the fields {' and '.join(candidates)}, and "
+                "none is named h: say which one feeds back, such as "
+                f"--detach_state={candidates[-1]}."
+            )
+        values["detach_state"] = candidates[0]
     return values
 
 

@@ -76,7 +76,6 @@ class Learner:
         self.lanes = Lanes(training.lanes, self.mesh.platform, self.mesh.lanes)
         # Every device has all of a lane's state but for the rows of its stream and of its words.
         share, parts = self._rows_of_words, self.mesh.parts
-        self._check_memory(self._state_of_words(share))
         words = jax.tree.map(
             differing_axis,
             self._state_of_words(share),
@@ -92,6 +91,11 @@ class Learner:
         self._placed = False
         self._feed: Feed | None = None
         sets = self.task.held_out(self._shapes, self.mesh.size)
+        if {*sets} not in _SETS:
+            raise ValueError(
+                f"the task {self.task.name} has evaluation sets of the names "
+                f"{' and '.join(sets) or 'none'}: it may have held_out, or validation and test."
+            )
         self.watched = "validation" if "validation" in sets else "held_out"
         self.reported = "test" if "test" in sets else self.watched
         self._evaluations = {
@@ -209,6 +213,38 @@ class Learner:
             "recurrent_parameters": count_parameters(params["recurrent"]),
             "total_parameters": count_parameters(params),
         }
+
+    def check_memory(self) -> None:
+        """Refuses what cannot fit, from shapes alone: nothing has been allocated.
+
+        Counted are parameters, the optimiser's state, the stream, resident data, the window and the
+        state at each of its steps, of which training keeps more than one; so what is refused is
+        too much.
+
+        Raises:
+          UserError: if it is more than this machine has.
+        """
+        state = self._state_of_words(self._rows_of_words)  # what a device has of a lane's
+        training, model = self._config.training, self._config.model
+        lanes = self.lanes.share
+        window = self._window_shapes
+        lengths = map_axes(_steps, self.task.axes, window)
+        steps = max(jax.tree.leaves(lengths), default=1)
+        state_bytes = (
+            4 * steps * training.batch_size * model.hidden_size * model.layers // self.mesh.size
+        )
+        needed_bytes = {
+            "the parameters and the optimiser's state": lanes
+            * memory.bytes_of(state._replace(stream=())),
+            "the stream": lanes * self._bytes(self.task.stream_axes, state.stream),
+            "the data": 0 if self._host_reads else memory.bytes_of(self._shapes),
+            "a batch and the states at its steps": self._bytes(self.task.axes, window)
+            + state_bytes,
+        }
+        lower = "--batch_size, --length, --hidden_size or --seeds"
+        if self.mesh.platform == "cpu" and self.mesh.own_devices > 1:
+            lower += ", or give --mesh=data:1: devices of a CPU share its memory"
+        memory.check(needed_bytes, self.mesh.platform, self.mesh.own_devices, lower)
 
     def check(self) -> None:
         """Reads the task's files, if it has any, and traces a step, without compiling.
@@ -505,36 +541,6 @@ class Learner:
             faults=None if state.faults is None else state.faults.settled(),
         )
 
-    def _check_memory(self, state: State) -> None:
-        """Refuses what cannot fit, from shapes alone: nothing has been allocated.
-
-        Counted are parameters, the optimiser's state, the stream, resident data, the window and the
-        state at each of its steps, of which training keeps more than one; so what is refused is
-        too much.
-
-        Args:
-          state: what a device has of a lane's.
-        """
-        training, model = self._config.training, self._config.model
-        lanes = self.lanes.share
-        window = self._window_shapes
-        lengths = map_axes(_steps, self.task.axes, window)
-        steps = max(jax.tree.leaves(lengths), default=1)
-        state_bytes = (
-            4 * steps * training.batch_size * model.hidden_size * model.layers // self.mesh.size
-        )
-        needed_bytes = {
-            "the parameters and the optimiser's state": lanes
-            * memory.bytes_of(state._replace(stream=())),
-            "the stream": lanes * self._bytes(self.task.stream_axes, state.stream),
-            "the data": 0 if self._host_reads else memory.bytes_of(self._shapes),
-            "a batch and the states at its steps": self._bytes(self.task.axes, window)
-            + state_bytes,
-        }
-        memory.check(
-            needed_bytes, self.mesh.platform, "--batch_size, --length, --hidden_size or --seeds"
-        )
-
     def _bytes(self, axes: Any, tree: Any) -> int:
         """Bytes of what a device has of a tree: all of a leaf, or its rows of the batch's."""
 
@@ -555,6 +561,7 @@ def _backends_own_words(backend: str) -> Iterator[None]:
         raise UserError(f"--backend={backend}: {error}") from error
 
 
+_SETS = ({"held_out"}, {"validation", "test"}, {"validation"})
 _LANE: Any = (jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32))
 
 

@@ -82,6 +82,7 @@ def run(
         config.check()
         check_alike(json.dumps(config.resolved(), sort_keys=True))
         learner = Learner(config)
+        learner.check_memory()
         learner.check()
         stack.enter_context(contextlib.closing(learner))
         work = stack.enter_context(contextlib.closing(Workdir(workdir)))
@@ -149,7 +150,10 @@ class _Run:
         summary = None
         if state is not None and evaluated and self._finished(step, state) and is_first():
             summary = work.summary()
-        if not first_says(np.int32(summary is not None)):
+        finished_before = bool(first_says(np.int32(summary is not None)))
+        if finished_before and self._profile.unfinished:
+            say("the run was finished: no step is left to trace.")
+        if not finished_before:
             try:
                 with stopping() as stop:
                     self._patience = Patience(waits, say, lambda: stop.requested)
@@ -487,15 +491,16 @@ def _summary_lines(config: Config, summary: dict[str, Any]) -> list[str]:
             f"{scored_on} {metric.name}: {value} ({metric.baseline_name} {metric.baseline:.4g}; "
             f"seed {run['seed']}, learning rate {run['learning_rate']:g})"
         )
+    each, of_all = (" each", f" of all {len(runs)}") if len(runs) > 1 else ("", "")
     lines.append(
-        f"{summary['steps']} steps, {summary['examples']} examples, "
+        f"{summary['steps']} steps, {summary['examples']} examples{each}, "
         f"{summary['seconds']:.0f} s of training on {summary['device']}"
     )
     if "steps_per_second" in summary:
         unit = config.task.unit
         lines.append(
             f"{summary['steps_per_second']:.4g} steps and {summary[f'{unit}_per_second']:,.0f} "
-            f"{unit} a second, {summary['share_outside_programs']:.1%} of the time outside of "
-            "compiled programs"
+            f"{unit} a second{of_all}, {summary['share_outside_programs']:.1%} of the time outside "
+            "of compiled programs"
         )
     return lines

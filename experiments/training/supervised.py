@@ -97,6 +97,14 @@ class SupervisedTask(BaseTask, abc.ABC):
     def loss(self, apply: Apply, params: Any, window: Batch, stream: Any, train: bool) -> Outcome:
         outputs = apply(params, window.inputs, **self.masks(window))
         scores = self.score(outputs, window)
+        task: Any = self
+        metrics = task.metrics if type(self).scores is BaseTask.scores else ()
+        for name in ("loss", *(metric.name for metric in metrics)):
+            if name not in scores:
+                raise ValueError(
+                    f"the score of the task {task.name} has no {name!r}, it has "
+                    f"{' and '.join(scores) or 'nothing'}."
+                )
         sums = {name: _total(score, window.counts) for name, score in scores.items()}
         return Outcome(sums["loss"], sums, stream, () if train else self.rows(outputs, window))
 

@@ -78,9 +78,9 @@ def check(configs: Sequence[Config], delays: Sequence[int]) -> None:
         chosen_delays
     )
     for config in configs:
-        Learner(config)
+        Learner(config).check_memory()
         try:
-            Learner(_at_delay(config, chosen_delays[-1]))
+            Learner(_at_delay(config, chosen_delays[-1])).check_memory()
         except UserError as error:
             raise UserError(f"--delays={chosen_delays[-1]}: {error}") from None
 

@@ -491,6 +491,10 @@ def test_without_java_meteor_is_left_out(monkeypatch, capsys):
         ({"beam": 1, "length_power": 1.0}, "--length_power has no effect with --beam=1"),
         ({"detach_query": True}, "--detach_query has no effect"),
         ({"data_dir": "."}, "--data_dir has no effect"),
+        (
+            {**ATTENDING, "cell": "flax.linen:LSTMCell"},
+            "of flax.linen:LSTMCell has the fields 0 and 1",
+        ),
         ({**ATTENDING, "layers": 2}, "--captioner=show_attend_tell is for --layers=1"),
         ({"dataset": "coco", "weights": "w", "picture_features": 6}, "--picture_features has no"),
     ],

@@ -93,6 +93,8 @@ BAD = {
     "--seed=-1": "--seed must be at least 0 and below 2147483648, got -1",
     "--seed=2147483647 --seeds=2": "--seed and --seeds together must stay below 2147483648",
     "--seed=2147483648": "below 2147483648",
+    "--seeds=4097": "--seeds must be at least 1 and at most 4096, got 4097.",
+    "--cell=flax.linen:LSTMCell --detach_prob=0.5": "has the fields 0 and 1, and none is named h: ",
     "--seeds=0": "--seeds must be at least 1",
     "--learning_rate=0": "positive number, got 0",
     "--learning_rate=-1e-3": "positive number, got -0.001",

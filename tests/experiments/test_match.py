@@ -461,6 +461,8 @@ def test_the_papers_protocols():
         ({"challenge": "repeat_previous", "lag": 52}, "it must be below that"),
         ({"challenge": "t_maze", "channels": (4,)}, "t_maze shows symbols: give --channels=none"),
         ({"returns": "v_trace"}, "--returns=v_trace has no effect with --passes=1"),
+        ({"memoryless": True, "detach_prob": 0.5}, "--detach_prob has no effect with --memoryless"),
+        ({"memoryless": True, "damp_prob": 0.5}, "--damp_prob has no effect with --memoryless"),
         ({"n_steps": 5}, "--n_steps has no effect with --returns=lambda"),
         ({"image_cost": 5.0}, "--image_cost has no effect with --reconstruction=False"),
         ({"apples": 3, "distractor_steps": 0}, "--apples=3 has no effect with --distractor_steps"),

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import functools
 import os
+import re
 import signal
 import struct
 import sys
@@ -15,11 +16,12 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
+from experiments.machine import memory
 from experiments.machine.profiling import Profile
 from experiments.machine.stopping import StoppedError, Stopping, stopping
 from experiments.records.reporting import Progress
 from experiments.records.workdir import read_rows
-from experiments.settings.errors import StorageError
+from experiments.settings.errors import StorageError, UserError
 from experiments.training import loop
 from tests.experiments.support import tiny
 
@@ -113,6 +115,30 @@ def test_a_profile_leaves_out_the_first_dispatches(tmp_path, monkeypatch):
 def test_a_profile_that_was_not_finished_is_said(tmp_path, capsys):
     loop.run(tiny(steps=2), tmp_path, profile=20)
     assert "--profile: the run ended before so many steps were traced" in capsys.readouterr().out
+
+
+def test_a_finished_run_has_no_step_to_trace(tmp_path, capsys):
+    loop.run(tiny(steps=2), tmp_path)
+    loop.run(tiny(steps=2), tmp_path, profile=20)
+    assert "the run was finished: no step is left to trace." in capsys.readouterr().out
+    assert not (tmp_path / "profile").exists()
+
+
+def test_examples_are_those_of_each_seed_and_rates_those_of_all(tmp_path, capsys):
+    summary = loop.run(tiny(seeds=2), tmp_path)
+    printed = capsys.readouterr().out
+    assert "4 steps, 32 examples each, " in printed
+    assert re.search(r"^\S+ steps and \S+ examples a second of all 2, ", printed, re.M)
+    both = summary["examples_per_second"] / summary["steps_per_second"]
+    np.testing.assert_allclose(both, 2 * 8, rtol=1e-6)
+
+
+def test_devices_of_a_cpu_share_its_memory(monkeypatch):
+    monkeypatch.setattr(memory, "_available", lambda platform: 100.0)
+    memory.check({"the data": 40}, "cpu", 2, "--batch_size")
+    memory.check({"the data": 60}, "gpu", 2, "--batch_size")
+    with pytest.raises(UserError, match="most of it is for the data; lower --batch_size"):
+        memory.check({"the data": 60}, "cpu", 2, "--batch_size")
 
 
 def test_a_trace_on_a_full_disk_is_one_sentence(tmp_path, monkeypatch):

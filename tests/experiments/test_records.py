@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.command import tables
+from experiments.command import runs, tables
 from experiments.copy.settings import COPY
 from experiments.forgetting.settings import FORGETTING
 from experiments.records import checkpoints as records_checkpoints
@@ -466,6 +466,38 @@ def test_another_schedule_is_told_by_its_name(tmp_path):
     sentence = r"\(schedule is constant there and cosine here\)"
     with contextlib.closing(Workdir(tmp_path)) as work, pytest.raises(UserError, match=sentence):
         work.claim(tiny(schedule="cosine"))
+
+
+def test_another_task_is_told_by_its_name(tmp_path):
+    with contextlib.closing(Workdir(tmp_path)) as work:
+        work.claim(tiny())
+    sentence = r"another configuration \(task is copy there and forgetting here\); choose another"
+    with contextlib.closing(Workdir(tmp_path)) as work, pytest.raises(UserError, match=sentence):
+        work.claim(resolve(FORGETTING, "small", {}))
+
+
+def test_a_run_of_a_cell_that_has_changed_is_not_read(tmp_path, monkeypatch):
+    """Its parameters are those of another step."""
+    monkeypatch.syspath_prepend(tmp_path)
+    program = "import recurrent_gates as rg\n\n\nclass Own(rg.LSTM):\n    factor = {}\n"
+    (tmp_path / "own_changed.py").write_text(program.format(1))
+    loop.run(tiny(cell="own_changed:Own"), tmp_path / "run")
+    assert runs.finished(tmp_path / "run", [COPY]).config.model.cell == "own_changed:Own"
+    record = json.loads((tmp_path / "run" / "config.json").read_text())
+    record["identity"]["model.cell_source"] = "01234567"
+    (tmp_path / "run" / "config.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"run was trained with another source of own_changed:Own"):
+        runs.finished(tmp_path / "run", [COPY])
+
+
+def test_a_finished_run_that_is_asked_for_again_writes_nothing(run):
+    """So a full disk is no matter."""
+    names = ("metrics.jsonl", "summary.json", "config.json")
+    before = {name: (run / name).stat() for name in names}
+    loop.run(tiny(), run)
+    for name, stat in before.items():
+        now = (run / name).stat()
+        assert (now.st_ino, now.st_mtime_ns) == (stat.st_ino, stat.st_mtime_ns), name
 
 
 def test_a_run_that_left_its_forget_bias_to_an_r_gate_goes_on(tmp_path):

@@ -377,6 +377,8 @@ def test_the_sweeps_say_which_of_their_runs_are_finished(tmp_path):
     ]
     half = [dataclasses.replace(runs[0], seeds=[1], values=[0.5]), *runs[1:]]
     assert cells(pages(tmp_path, half, "{sweeps}"))[2][2] == "1 of 2"
+    own = dataclasses.replace(runs[0], command="python -m x --cell=absent:Cell")
+    pages(tmp_path, [own], "{sweeps}")  # its module may be elsewhere
     with pytest.raises(UserError, match=r"some.json: .*'cell': 'gro'"):
         pages(
             tmp_path, [dataclasses.replace(runs[0], command="python -m x --cell=gro")], "{sweeps}"

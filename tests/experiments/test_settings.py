@@ -240,6 +240,17 @@ def test_what_feeds_back_is_detached(cell, field):
     assert config.carry.detach_state == field
 
 
+def test_of_a_flax_lstm_one_says_what_feeds_back():
+    """Its carry is (c, h), without names: the memory would be cut in place of h."""
+    settings = {"cell": "flax.linen:LSTMCell", "damp_prob": 0.5}
+    with pytest.raises(UserError, match=r"^--damp_prob: .* such as --detach_state=1"):
+        resolve(COPY, "small", settings)
+    config = resolve(COPY, "small", {**settings, "detach_state": "1"})
+    assert config.carry.detach_state == "1"
+    gru = resolve(COPY, "small", {**settings, "cell": "flax.linen:GRUCell"})  # h alone
+    assert gru.carry.detach_state == "0"
+
+
 ALL = {experiment.name: experiment for experiment in (*EXPERIMENTS, TRANSFER_COPY)}
 
 

@@ -389,7 +389,7 @@ def draw_noise(
 
 
 def _threefry(key: jax.Array) -> jax.Array:
-    """A threefry key made of another one: what an rbg key draws under ``vmap`` depends on what
+    """A threefry key made from another key: under ``vmap``, what an rbg key draws depends on what
     else is drawn there, and so on the backend."""
     if jax.random.key_impl(key) == _THREEFRY:
         return key
@@ -407,7 +407,7 @@ def without_gradient(tree: Any) -> Any:
 
 
 def apply_before(carry_fns: Sequence[CarryFn], noise_t: Sequence[Noise], carry: Carry) -> Carry:
-    """All ``before`` functions, left to right."""
+    """Applies the ``before`` functions, left to right."""
     for fn, n in zip(carry_fns, noise_t, strict=True):
         carry = fn.before(n, carry)
     return carry
@@ -416,7 +416,7 @@ def apply_before(carry_fns: Sequence[CarryFn], noise_t: Sequence[Noise], carry: 
 def apply_after(
     carry_fns: Sequence[CarryFn], noise_t: Sequence[Noise], prev: Carry, new: Carry
 ) -> Carry:
-    """All ``after`` functions, left to right."""
+    """Applies the ``after`` functions, left to right."""
     for fn, n in zip(carry_fns, noise_t, strict=True):
         new = fn.after(n, prev, new)
     return new

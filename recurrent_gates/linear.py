@@ -211,8 +211,8 @@ class RGLRU(_InputGated):
     The paper's recurrence gate is 1 - f, so that an open forget gate keeps everything; a gate that
     ties i makes it the recurrence gate itself (both ours). Slots: the gate's, and u, the input. In
     Griffin a linear layer and a convolution come before, and the gates read what they make; here
-    the linear layer is the slot u, and the gates read x: maps of maps are maps of x (ours). Beside
-    them there is ``"decay" [F]``, the paper's Lambda.
+    the linear layer is the slot u, and the gates read x: a linear map of u is one of x (ours).
+    Beside them there is ``"decay" [F]``, the paper's Lambda.
 
     Attributes:
       features: F, the hidden size.

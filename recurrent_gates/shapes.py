@@ -15,6 +15,25 @@ def expand(mask: jax.Array, like: jax.Array) -> jax.Array:
     return mask.reshape(mask.shape + (1,) * (like.ndim - mask.ndim))
 
 
+def shifted(start: Any, values: Any, reverse: bool = False) -> Any:
+    """What stands before each entry of trees over time.
+
+    Args:
+      start: ``[...]``, before the first entry, in reverse behind the last.
+      values: ``[T, ...]``.
+      reverse: whether the last entry comes first.
+
+    Returns:
+      ``[T, ...]``.
+    """
+
+    def shift(first: jax.Array, sequence: jax.Array) -> jax.Array:
+        pieces = [sequence[1:], first[None]] if reverse else [first[None], sequence[:-1]]
+        return jnp.concatenate(pieces)
+
+    return jax.tree.map(shift, start, values)
+
+
 def byte_count(tree: Any) -> int:
     """The memory of a tree's arrays; plain numbers take none."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]

@@ -69,20 +69,13 @@ def platform() -> str:
 
 
 def device_count() -> int:
-    """The number of the target's devices.
-
-    Returns:
-      That of all processes.
-    """
+    """The number of the target's devices, over all processes."""
     return len(_DEVICES.get()) or jax.device_count()
 
 
 def cores() -> int:
-    """The number of this machine's cores.
-
-    Returns:
-      That of those which the calling thread may use; fewer where a container (cgroup v2) gives
-      it less time.
+    """The number of this machine's cores that the calling thread may use; fewer where a container
+    (cgroup v2) gives it less time.
     """
     if hasattr(os, "sched_getaffinity"):
         return min(len(os.sched_getaffinity(0)), _core_limit())

@@ -525,6 +525,25 @@ def test_timescales_at_the_start_follow_their_law(name):
         assert gate_theory.distance(periods, law) < 1.63 / np.sqrt(draws * features)
 
 
+def test_an_analysis_names_the_cell_that_it_is_of():
+    gru = rg.GRU(4)
+    params = gru.init_params(jax.random.key(0), 3)
+    xs = jnp.ones((5, 2, 3), jnp.float32)
+    with pytest.raises(TypeError, match=r"^The lecture's paths are those of an LSTM, got an .*GRU"):
+        analysis.lecture_paths(gru, params, xs)
+    with pytest.raises(TypeError, match=r"^The bounds are those of an Elman network, got an .*GRU"):
+        analysis.singular_bounds(gru, params, xs)
+    with pytest.raises(
+        TypeError, match=r"^gradient_paths needs a recurrent_gates cell, got the st"
+    ):
+        analysis.gradient_paths("gru", params, xs)
+    gates, valid = analysis.gate_activations(gru, params, xs), jnp.ones((5, 3), bool)
+    with pytest.raises(
+        ValueError, match=r"^valid has the shape \(5, 3\); these gates need \(5, 2\)"
+    ):
+        analysis.gate_means(gates, valid)
+
+
 def test_a_cell_without_the_gate_is_refused():
     with pytest.raises(ValueError, match="Exploding names no gate 'f'; it has z"):
         initial_timescales(rg.CELLS["exploding"](4), jax.random.key(0))

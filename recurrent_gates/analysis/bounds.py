@@ -15,6 +15,7 @@ from recurrent_gates.analysis.products import Scaled, log10_norm, scaled_product
 from recurrent_gates.analysis.trajectories import trajectory
 from recurrent_gates.base import Activation, Carry, Params, dense
 from recurrent_gates.cells import LSTM, Elman
+from recurrent_gates.checks import described
 
 
 def _slope(activation: Activation, x: jax.Array) -> jax.Array:
@@ -57,8 +58,11 @@ def lecture_paths(
       The two paths and the bound, as log10 of norms.
 
     Raises:
-      ValueError: if the cell has heads.
+      TypeError: if ``cell`` is not an LSTM.
+      ValueError: if the cell has heads, or the carry is not one of its own for this batch.
     """
+    if not isinstance(cell, LSTM):
+        raise TypeError(f"The lecture's paths are those of an LSTM, got {described(cell)}.")
     if cell.heads > 1:
         raise ValueError(f"The lecture's paths are of one whole matrix, got {cell.heads} heads.")
     run = trajectory(cell, params, xs, carry)
@@ -116,7 +120,13 @@ def singular_bounds(
 
     Returns:
       What U's singular values and the activation's slopes allow, per gap.
+
+    Raises:
+      TypeError: if ``cell`` is not an Elman network.
+      ValueError: if the carry is not one of the cell's for this batch.
     """
+    if not isinstance(cell, Elman):
+        raise TypeError(f"The bounds are those of an Elman network, got {described(cell)}.")
     run = trajectory(cell, params, xs, carry)
     slope = jnp.abs(_slope(cell.activation, dense(params, run.z)("h", run.before.h)))
     matrix = params["recurrent_kernel"]["h"].astype(slope.dtype)

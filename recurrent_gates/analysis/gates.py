@@ -35,6 +35,10 @@ def gate_activations(
 
     Returns:
       ``{gate: [T, *batch, F]}``, empty for a cell that names no gates.
+
+    Raises:
+      TypeError: if ``cell`` is not a ``Cell``.
+      ValueError: if the carry is not one of the cell's for this batch.
     """
     run = trajectory(cell, params, xs, carry, valid=valid)
     return cell.gates(params, run.before, run.z)
@@ -51,9 +55,14 @@ def gate_means(
 
     Returns:
       ``{gate: [F]}``; NaN where no step counts.
+
+    Raises:
+      ValueError: if ``valid`` has another shape than the steps and examples of a gate.
     """
 
     def mean(gate: jax.Array) -> jax.Array:
+        if valid is not None and valid.shape != (shape := gate.shape[: valid.ndim]):
+            raise ValueError(f"valid has the shape {valid.shape}; these gates need {shape}.")
         mask = None if valid is None else expand(valid, gate)
         return jnp.mean(gate, axis=range(gate.ndim - 1), where=mask)
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from recurrent_gates import checks
 from recurrent_gates.analysis.products import joined, log10_norm, scaled_products
 from recurrent_gates.analysis.trajectories import Field, carry_dtype, field_names, trajectory
 from recurrent_gates.base import Carry, Cell, Params
@@ -105,6 +106,11 @@ def step_jacobians(
     Returns:
       Matrices ``[T, *batch, N, N]`` in the carry's dtype; of a field with several feature axes,
       a memory, N counts all of its numbers, in C order.
+
+    Raises:
+      TypeError: if ``cell`` is not a ``Cell``.
+      ValueError: if the carry is not one of the cell's for this batch, or has no field of those
+        that are blocked.
     """
     carry_fns = tuple(carry_fns)
     noise = (None,) * len(carry_fns) if noise is None else tuple(noise)
@@ -186,6 +192,9 @@ def gap_norms(steps: Jacobian, *, of: Field = ALL, wrt: Field = ALL) -> jax.Arra
       ``[T + 1, ...]``; entry g is over the last g steps. However small a block is beside the
       others, its norm is to the dtype's precision.
 
+    Raises:
+      ValueError: if there is no such field.
+
     Example:
       >>> gru, xs = rg.GRU(4), jnp.ones((10, 3))
       >>> params = gru.init_params(jax.random.key(0), 3)
@@ -223,7 +232,12 @@ def gradient_paths(
 
     Returns:
       ``{blocked fields: log10 norms [T + 1, *batch]}``; the key ``()`` is all paths.
+
+    Raises:
+      TypeError: if ``cell`` is not a ``Cell``.
+      ValueError: if the carry is not one of the cell's for this batch, or there is no such field.
     """
+    checks.cell("gradient_paths", cell, Cell)
     names = field_names(jax.eval_shape(lambda: cell.initial(xs.shape[1:-1])))
     return {
         blocked: gap_norms(step_jacobians(cell, params, xs, carry, blocked=blocked), of=of, wrt=wrt)

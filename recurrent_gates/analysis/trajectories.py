@@ -143,6 +143,10 @@ def largest_state(
 
     Returns:
       ``{field: [T + 1, *batch]}``; entry t is after t steps.
+
+    Raises:
+      TypeError: if ``cell`` is not a ``Cell``.
+      ValueError: if the carry is not one of the cell's for this batch.
     """
     run, start = trajectory(cell, params, xs, carry), _start(cell, xs, carry)
 

@@ -35,7 +35,6 @@ from recurrent_gates.backends.shared.accumulation import (
     feeding,
     increment_inputs,
     joined,
-    shifted,
     summing,
     unnamed_field,
 )
@@ -67,7 +66,7 @@ from recurrent_gates.declared import (
 )
 from recurrent_gates.gato import GATO
 from recurrent_gates.scan import Loop, Segment, Stream, mark_residuals, with_zeros
-from recurrent_gates.shapes import byte_count
+from recurrent_gates.shapes import byte_count, shifted
 
 # Of a train step's temporary memory. glibc returns an allocation above this to the system, so that
 # each call touches fresh pages: 14,000 of them, 15 ms, at (64, 64, 64, 256). Below it none are.

@@ -33,7 +33,7 @@ from recurrent_gates.backends.shared.rows import projected
 from recurrent_gates.carry import CarryFn, Detach, Zoneout, get_field
 from recurrent_gates.declared import Carry, is_inexact, outdated, redefined
 from recurrent_gates.scan import Loop, Segment, Stream, mark_residuals, with_zeros
-from recurrent_gates.shapes import byte_count, expand
+from recurrent_gates.shapes import byte_count, expand, shifted
 
 Vector = tuple[jax.Array, ...]
 """A value for each field."""
@@ -204,21 +204,13 @@ def _backward(
     d_start, d_new = _solve(
         _backward_step, backward_traversal, _transposed(gradient_slopes), d_values, d_last
     )
-    previous = _shifted(start, values, traversal.reverse)
+    previous = shifted(start, values, traversal.reverse)
     if resets is not None:  # what a reset does not read may be NaN
         previous = tuple(jnp.where(expand(resets, h), jnp.zeros_like(h), h) for h in previous)
     if traversal.once:
         d_new, d_start = refuse_derivative(_NO_SECOND_DERIVATIVES, (d_new, d_start))
     d_slopes = tuple(tuple(d * h for h in previous) for d in d_new)
     return (_Run(d_slopes, None, d_new, d_start, None),)
-
-
-def _shifted(start: Vector, values: Vector, reverse: bool) -> Vector:
-    """The value before each entry of the first axis."""
-    return tuple(
-        jnp.concatenate([sequence[1:], first[None]] if reverse else [first[None], sequence[:-1]])
-        for first, sequence in zip(start, values, strict=True)
-    )
 
 
 _recurrence.defvjp(_forward, _backward)
@@ -292,7 +284,7 @@ def _solve(
         (maps, ends),
         reverse=traversal.reverse,
     )
-    starts = _shifted(start, ends, traversal.reverse)
+    starts = shifted(start, ends, traversal.reverse)
     outputs = _second_pass(step, traversal, slopes, inputs, starts)
     last = tuple(end[0 if traversal.reverse else -1] for end in ends)
     flat_outputs = tuple(x.reshape(count * length, *x.shape[2:]) for x in outputs)

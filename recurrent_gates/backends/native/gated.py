@@ -30,13 +30,13 @@ from recurrent_gates.backends.native.kernel import (
     scaled_steps,
     threads,
 )
-from recurrent_gates.backends.shared.accumulation import shifted
 from recurrent_gates.backends.shared.products import product_loop, residuals
 from recurrent_gates.backends.shared.rows import projected
 from recurrent_gates.base import Cell, HiddenState, SlotCell
 from recurrent_gates.cells import GRU, JANET, LSTM, LSTMState
 from recurrent_gates.declared import Carry, Weights
 from recurrent_gates.scan import Loop, Segment, with_zeros
+from recurrent_gates.shapes import shifted
 
 
 class Kernels(NamedTuple):

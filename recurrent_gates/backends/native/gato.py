@@ -26,14 +26,14 @@ from recurrent_gates.backends.native.kernel import (
     scaled_steps,
     threads,
 )
-from recurrent_gates.backends.shared.accumulation import feeding, shifted
+from recurrent_gates.backends.shared.accumulation import feeding
 from recurrent_gates.backends.shared.products import product_loop, residuals
 from recurrent_gates.backends.shared.rows import projected
 from recurrent_gates.base import Cell
 from recurrent_gates.declared import Params, Weights
 from recurrent_gates.gato import GATO, GatedDecay, GATOState, OneLayer
 from recurrent_gates.scan import Loop, Segment
-from recurrent_gates.shapes import lead
+from recurrent_gates.shapes import lead, shifted
 
 NAME = "gato"  # in ``library.KERNELS``
 

@@ -26,7 +26,6 @@ from recurrent_gates.backends.shared.accumulation import (
     feeding,
     increment_inputs,
     joined,
-    shifted,
     summing,
     unnamed_field,
 )
@@ -42,6 +41,7 @@ from recurrent_gates.scan import (
     mark_residuals,
     with_zeros,
 )
+from recurrent_gates.shapes import shifted
 
 _LOGGER = logging.getLogger("recurrent_gates")
 

@@ -110,8 +110,3 @@ def if_so(flag: jax.Array, fn: Callable[[Tree], Tree], value: Tree) -> Tree:
     return jax.lax.while_loop(
         lambda state: state[0], lambda state: (jnp.zeros_like(state[0]), fn(state[1])), start
     )[1]
-
-
-def follow(start: Tree, ends: Tree) -> Tree:
-    """The starts of all blocks from the ends of those before."""
-    return jax.tree.map(lambda s, e: jnp.concatenate([s[None], e[:-1]]), start, ends)

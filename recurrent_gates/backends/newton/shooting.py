@@ -26,13 +26,13 @@ import jax.numpy as jnp
 from recurrent_gates.backends.newton.blocks import (
     Step,
     Tree,
-    follow,
     if_so,
     in_sequence,
     join,
     shoot_all,
     split,
 )
+from recurrent_gates.shapes import shifted
 
 WARM_UP = 32
 """Steps before a block that give the first guess of its start."""
@@ -158,7 +158,7 @@ class _Problem(NamedTuple):
         before_end = slice(None, warm_up) if self.reverse else slice(length - warm_up, None)
         guess = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), start)
         warm_up_inputs = jax.tree.map(lambda x: x[:, before_end], self.blocks)
-        starts = follow(start, self.shoot(guess, None, warm_up_inputs)[0])
+        starts = shifted(start, self.shoot(guess, None, warm_up_inputs)[0])
         # The first correction takes every slope as 0, so that the first pass need not have them.
         slopes = jax.tree.map(jnp.zeros_like, starts)
         ends, _, values = self.shoot(starts, None, self.blocks)
@@ -232,7 +232,7 @@ def add_up(
         return in_sequence(step, start, remainder, reverse, unroll)
     shoot = functools.partial(shoot_all, step, reverse=reverse, unroll=unroll)
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, shape=(count, *x.shape)), start)
-    sums, slopes, _ = shoot(follow(start, zeros), jax.tree.map(jnp.ones_like, zeros), blocks)
+    sums, slopes, _ = shoot(shifted(start, zeros), jax.tree.map(jnp.ones_like, zeros), blocks)
 
     def combine(early: Any, late: Any) -> Any:
         (a1, b1), (a2, b2) = early, late
@@ -241,7 +241,7 @@ def add_up(
         return jax.tree.map(jnp.multiply, a1, a2), bounded(total)
 
     _, ends = jax.lax.associative_scan(combine, (slopes, sums))
-    ends, _, states = shoot(follow(start, ends), None, blocks)
+    ends, _, states = shoot(shifted(start, ends), None, blocks)
     return join(step, ends, states, remainder, reverse, unroll)
 
 
@@ -281,7 +281,7 @@ def _search(shoot: Any, starts: Tree, ends: Tree, blocks: Tree) -> Tree:
     sides = jax.tree.map(
         lambda s: jnp.broadcast_to(jnp.stack([-s, s])[:, None], (2, count, *s.shape)), _scale(ends)
     )
-    run = jax.vmap(lambda starts: follow(first, shoot(starts, None, blocks)[0]))
+    run = jax.vmap(lambda starts: shifted(first, shoot(starts, None, blocks)[0]))
     _, runs = jax.lax.scan(lambda starts, _: (run(starts),) * 2, sides, length=2)
     candidates = jax.tree.map(lambda x: x[0], runs)
     arrivals = jax.tree.map(lambda x: x[1], runs)

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 
 from recurrent_gates import target
 from recurrent_gates.backends.pallas.loop import OnGpu, on_gpu, time_loop
-from recurrent_gates.backends.shared.accumulation import shifted
 from recurrent_gates.backends.shared.products import (
     Moment,
     Residuals,
@@ -42,6 +41,7 @@ from recurrent_gates.declared import (
     with_bias,
 )
 from recurrent_gates.scan import Loop
+from recurrent_gates.shapes import shifted
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -12,13 +12,13 @@ summed ones are then known at all steps, and there is little left to do:
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 
 from recurrent_gates.base import Cell
 from recurrent_gates.carry import CarryFn, apply_before
 from recurrent_gates.declared import Carry, Params, Product, Products, Slots, summed_fields
 from recurrent_gates.scan import Loop, Stream, select
+from recurrent_gates.shapes import shifted
 
 
 class SumCell(Cell):
@@ -82,16 +82,6 @@ def _restricted(loop: Loop, fields: list[str]) -> Loop:
 def joined(cell: Cell, looped: Carry, sums: Carry) -> Carry:
     """A carry from its two parts."""
     return looped._replace(**{field: getattr(sums, field) for field in summed_fields(cell)})
-
-
-def shifted(carry: Carry, carries: Carry, reverse: bool) -> Carry:
-    """The carry before each step, ``[T, ...]``."""
-
-    def shift(start: jax.Array, values: jax.Array) -> jax.Array:
-        pieces = [values[1:], start[None]] if reverse else [start[None], values[:-1]]
-        return jnp.concatenate(pieces)
-
-    return jax.tree.map(shift, carry, carries)
 
 
 def increment_inputs(feeding: Loop, looped: Carry) -> Carry:

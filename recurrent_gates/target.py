@@ -69,13 +69,20 @@ def platform() -> str:
 
 
 def device_count() -> int:
-    """The number of the target's devices, over all processes."""
+    """Counts the target's devices.
+
+    Returns:
+      The number of devices of all processes.
+    """
     return len(_DEVICES.get()) or jax.device_count()
 
 
 def cores() -> int:
-    """The number of this machine's cores that the calling thread may use; fewer where a container
-    (cgroup v2) gives it less time.
+    """Counts this machine's cores.
+
+    Returns:
+      The number of cores that the calling thread may use; fewer where a container (cgroup v2)
+      gives it less time.
     """
     if hasattr(os, "sched_getaffinity"):
         return min(len(os.sched_getaffinity(0)), _core_limit())

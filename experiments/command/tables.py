@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import os
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from experiments.records.workdir import holds_run
 from experiments.settings.errors import UserError
@@ -29,6 +32,36 @@ def write(path: Path, content: str) -> None:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise UserError(f"cannot write {path}: {error.strerror}.") from None
+
+
+def set_aside(reports: Sequence[Path]) -> None:
+    """Renames reports on something else, ``sweep.md`` to ``sweep-1.md`` or the first number that is
+    free, so that new ones take no one's place.
+
+    Raises:
+      UserError: if they cannot be renamed.
+    """
+
+    def numbered(path: Path, number: int) -> Path:
+        return path.with_name(f"{path.stem}-{number}{path.suffix}")
+
+    def is_free(number: int) -> bool:
+        return not any(numbered(path, number).exists() for path in reports)
+
+    number = next(filter(is_free, itertools.count(1)))
+    for path in filter(Path.exists, reports):
+        try:
+            os.replace(path, numbered(path, number))
+        except OSError as error:
+            raise UserError(f"cannot rename {path}: {error.strerror}.") from None
+
+
+def read(path: Path) -> Any:
+    """The content of a report in JSON; None if there is none, or it is damaged."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 def claim(directory: Path, reports: Collection[str]) -> None:

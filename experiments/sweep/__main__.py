@@ -54,7 +54,7 @@ def begin(flag_values: dict[str, Any]) -> None:
         print("\n".join(run.line for run in runs))
         return
     directory = runs[0].workdir.parent
-    tables.claim(directory, (*report.NAMES, "*.log", "submitit"))
+    tables.claim(directory, (*report.NAMES, *report.SET_ASIDE, "*.log", "submitit"))
     with contextlib.closing(executors.build(name, options, directory)) as executor:
         failed = pool.train(runs, executor)
     if failed is None:

@@ -19,6 +19,7 @@ from experiments.settings.metrics import Metric
 from experiments.sweep.plan import Run
 
 NAMES = ("sweep.md", "sweep.json", "sweep.png")
+SET_ASIDE = ("sweep-*.md", "sweep-*.json", "sweep-*.png")  # reports on other runs
 
 
 class Row(NamedTuple):
@@ -44,6 +45,8 @@ class Row(NamedTuple):
 def write(runs: Sequence[Run]) -> str:
     """Prints the table, and writes ``sweep.md``, ``sweep.json`` and ``sweep.png`` beside the runs.
 
+    Reports on runs that are none of these are kept under other names, ``sweep-1.md`` and so on.
+
     Returns:
       The table.
     """
@@ -62,6 +65,8 @@ def write(runs: Sequence[Run]) -> str:
     ]
     table = tables.markdown(head, cells)
     say(f"\n{table}\n")
+    if not _runs_of(tables.read(directory / "sweep.json")) <= {str(run.workdir) for run in runs}:
+        tables.set_aside([directory / name for name in NAMES])
     tables.write(directory / "sweep.md", table + "\n")
     content = {
         row.label: {
@@ -74,6 +79,14 @@ def write(runs: Sequence[Run]) -> str:
     tables.write(directory / "sweep.json", json.dumps(content, indent=2) + "\n")
     _draw(rows, metric, directory / "sweep.png")
     return table
+
+
+def _runs_of(content: Any) -> set[str]:
+    """The workdirs of the runs that a ``sweep.json`` reports on; none if it is damaged."""
+    try:
+        return {workdir for row in content.values() for workdir in row["runs"]}
+    except (AttributeError, KeyError, TypeError):
+        return set()
 
 
 def best_rows(runs: Sequence[Run], metric: Metric) -> list[Row]:

@@ -24,7 +24,7 @@ from experiments.settings.errors import UserError
 from experiments.training.learner import Learner
 from experiments.transfer_copy import figure
 
-_REPORTS = ("transfer.*", "figures")
+_REPORTS = ("transfer.*", "transfer-*.*", "figures")
 FACTORS = (2, 4, 5, 10, 20, 50)  # h-detach: trained at 100, evaluated at 200 ... 5000
 SEQUENCES = 5000  # h-detach code: transfer_copy.py draws so many for each delay
 _FRESH_KEY = 0xF4E5  # of these sequences: the same for all runs and delays
@@ -129,7 +129,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluates runs at delays.
 
-    Leaves ``transfer.json``, ``transfer.md`` and ``figures/transfer.png``.
+    Leaves ``transfer.json``, ``transfer.md`` and ``figures/transfer.png``. Those of other runs or
+    delays are kept under other names, ``transfer-1.json`` and so on.
 
     Args:
       finished: copy runs by label.
@@ -162,6 +163,9 @@ def evaluate(
             for name, lanes in lanes_by_label.items():
                 results[name]["accuracy"][str(delay)] = accuracy[lanes]
                 say(f"{name}, delay {delay}: accuracy in %: {_percent(accuracy[lanes])}")
+    drawing = directory / "figures" / "transfer.png"
+    if _asked(tables.read(directory / "transfer.json")) != _asked(results):
+        tables.set_aside([directory / "transfer.json", directory / "transfer.md", drawing])
     tables.write(directory / "transfer.json", json.dumps(results, indent=2) + "\n")
     table = markdown(results)
     tables.write(directory / "transfer.md", table + "\n")
@@ -174,10 +178,21 @@ def evaluate(
         chosen_delays,
         {config.task.length for config in configs},
         1 / configs[0].task.symbols,
-        directory / "figures" / "transfer.png",
+        drawing,
         say,
     )
     return results
+
+
+def _asked(results: Any) -> Any:
+    """The runs and delays that results are of; None if they are none."""
+    try:
+        return {
+            label: (result["run"]["identity"], result["run"]["steps"], list(result["accuracy"]))
+            for label, result in results.items()
+        }
+    except (AttributeError, KeyError, TypeError):
+        return None
 
 
 def _described(finished: Finished) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from experiments.command import tables
 from experiments.settings.errors import UserError
 from experiments.sweep import executors, plan, pool, report
 from experiments.training import loop
@@ -132,6 +133,31 @@ def finish(run, watched, value):
     one = [{"value": value}]
     summary = {"steps": 30, "metrics": {"accuracy": {"per_run": one}}}
     (run.workdir / "summary.json").write_text(json.dumps(summary))
+
+
+def test_a_report_on_other_runs_is_kept(tmp_path):
+    """Two files of one name, or a file that asks for something else now."""
+    first = plan.read(sweep_file(tmp_path), tmp_path / "runs")
+    for run in first:
+        finish(run, 0.5, 0.5)
+        for path in (run.workdir / "metrics.jsonl", run.workdir / "summary.json"):
+            path.write_text(path.read_text().replace("accuracy", run.config.task.metrics[0].name))
+    kept = report.write(first) + "\n"
+    report.write(first)
+    assert not list(first[0].workdir.parent.glob("sweep-*"))
+    gru_runs = [run for run in first if run.config.model.cell == "gru"]
+    report.write(gru_runs)
+    folder = first[0].workdir.parent
+    assert (folder / "sweep-1.md").read_text() == kept
+    assert (folder / "sweep-1.json").exists()
+    report.write(first)  # has all runs of the report before: it takes its place
+    assert not list(folder.glob("sweep-2.*"))
+    report.write(gru_runs)
+    assert (folder / "sweep-2.md").read_text() == kept
+    (tmp_path / "reports").mkdir()
+    for path in folder.glob("sweep*"):
+        path.rename(tmp_path / "reports" / path.name)
+    tables.claim(tmp_path / "reports", (*report.NAMES, *report.SET_ASIDE))  # they are its own
 
 
 def test_the_best_rate_is_that_of_the_watched_set(tmp_path):

@@ -202,6 +202,17 @@ def test_it_trains_by_itself(tmp_path, monkeypatch, capsys):
     start(f"--workdir={tmp_path}", "--detach_probs=0,1", *SMALL)
     assert "step 2/4" not in capsys.readouterr().out  # finished: nothing is trained again
     assert json.loads((tmp_path / "transfer.json").read_text()) == results
+    assert not list(tmp_path.glob("transfer-*"))
+
+    for number, delay in ((1, 9), (2, 7)):  # other delays leave the reports on the first ones
+        before = {
+            suffix: (tmp_path / f"transfer.{suffix}").read_text() for suffix in ("json", "md")
+        }
+        start(f"--workdir={tmp_path}", "--detach_probs=0,1", f"--delays={delay}", *SMALL)
+        newest = json.loads((tmp_path / "transfer.json").read_text())
+        assert list(newest["detach-0"]["accuracy"]) == sorted(["4", str(delay)])
+        for suffix, text in before.items():
+            assert (tmp_path / f"transfer-{number}.{suffix}").read_text() == text
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def finished(workdir: str | Path, experiments: Collection[Experiment]) -> Finish
     """
     work = Workdir(workdir)
     config = recorded_config(workdir, experiments)
-    _check_source(work, config)
+    _warn_of_source(work, config)
     summary = work.summary()
     if summary is None or not (work.checkpoints).is_dir():
         raise UserError(
@@ -177,14 +177,16 @@ def finished(workdir: str | Path, experiments: Collection[Experiment]) -> Finish
     return Finished(config, learner, jax.tree.map(jnp.asarray, state), summary)
 
 
-def _check_source(work: Workdir, config: Config) -> None:
-    """Raises ``UserError`` if a cell of the user's own is not the one that a run trained."""
+def _warn_of_source(work: Workdir, config: Config) -> None:
+    """Tells that a cell of the user's own may not be the one that a run trained: Python versions
+    differ in what they make of a source, so that it is no error."""
     name = "model.cell_source"
-    identity = config.identity_without_data()
-    if name in identity and identity[name] != work.read_json("config.json")["identity"].get(name):
-        raise UserError(
-            f"the run in {work.path} was trained with another source of {config.model.cell} than "
-            "today's, which its parameters may not fit; bring that source back, or train again."
+    identity = (work.read_json("config.json") or {}).get("identity")
+    recorded = identity.get(name) if isinstance(identity, dict) else None
+    if recorded is not None and recorded != config.identity_without_data().get(name):
+        say(
+            f"warning: the source of {config.model.cell} is not that which the run in {work.path} "
+            "was trained with; if its step has changed, what follows is not of that run."
         )
 
 

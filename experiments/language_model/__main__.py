@@ -39,10 +39,11 @@ def begin(flag_values: dict[str, Any]) -> None:
 
     declarations = fields.declared(Sampling)
     explicit_values = {name: flag_values.pop(name) for name in declarations if name in flag_values}
-    values = {name: entry.value for name, entry in fields.defaults(Sampling)} | explicit_values
+    starts = dict(fields.defaults(Sampling))
+    values = {name: entry.value for name, entry in starts.items()} | explicit_values
     sampling = Sampling(**values)
     fields.check_all(sampling)
-    fields.check_effect(explicit_values, values, declarations)
+    fields.check_effect(explicit_values, values, declarations, starts)
     if explicit_values.get("top_k") and not sampling.temperature:
         raise UserError("--top_k has no effect with --temperature=0, which takes the likeliest.")
 

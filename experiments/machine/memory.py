@@ -24,9 +24,12 @@ def check(needed: Mapping[str, int], platform: str, devices: int, lower: str) ->
     Raises:
       UserError: if it is more than there is.
     """
-    total = sum(needed.values()) * (devices if platform == "cpu" else 1)
-    available = _available(platform)
+    sharing = devices if platform == "cpu" else 1
+    total, available = sum(needed.values()) * sharing, _available(platform)
     if total > available:
+        if sharing > 1 and total / sharing <= available and jax.process_count() == 1:
+            flags = "XLA_FLAGS=--xla_force_host_platform_device_count=1"
+            lower += f", or take one device, {flags}, for devices of a CPU share its memory"
         largest = max(needed, key=lambda name: needed[name])
         raise UserError(
             f"this run needs more than {total / 1e9:,.0f} GB of memory, and there are "

@@ -98,7 +98,7 @@ class Setting:
         """Raises ``UserError`` on a value that is not allowed."""
         if value is None and self.optional:
             return
-        if self.several and not isinstance(value, tuple | list):
+        if self.several and (isinstance(value, str) or not isinstance(value, Sequence)):
             raise UserError(f"--{self.flag} takes several values, such as ({value!r},).")
         entries = value if self.several else (value,)
         if self.several and len(set(entries)) < len(entries) and self.singular:
@@ -209,7 +209,10 @@ def defaults(*classes: Any) -> Iterator[tuple[str, Sourced]]:
 
 
 def check_effect(
-    overrides: Mapping[str, Any], values: Mapping[str, Any], declarations: Mapping[str, Setting]
+    overrides: Mapping[str, Any],
+    values: Mapping[str, Any],
+    declarations: Mapping[str, Setting],
+    starts: Mapping[str, Sourced],
 ) -> None:
     """Raises ``UserError`` on a setting that was given and has no effect beside the others.
 
@@ -217,11 +220,14 @@ def check_effect(
       overrides: the settings that the user named.
       values: all settings in effect.
       declarations: of all settings, by name.
+      starts: the values that settings have unless they are given.
     """
     for name in overrides:
         if name not in declarations or (needs := declarations[name].needs) is None:
             continue
-        if _turns_off(declarations[name], overrides[name]):
+        value, start = overrides[name], starts.get(name)
+        turns_off = not value and not (start and start.value)
+        if turns_off or value is None or value is False:  # what has no effect may be turned off
             continue
         needed_name, allowed = needs
         value = values.get(needed_name)
@@ -239,10 +245,3 @@ def check_effect(
             f"--{declarations[name].flag} has no effect with {state}: it needs "
             f"--{needed_name.rstrip('_')}{condition}."
         )
-
-
-def _turns_off(declaration: Setting, value: Any) -> bool:
-    """Whether a value says that what it is of is off, which is no mistake where it cannot be on:
-    False, and zero where that is the default."""
-    off = value is False if declaration.default is None else not declaration.default.value
-    return off and not value

@@ -86,7 +86,7 @@ def resolve(experiment: Experiment, protocol: str, overrides: Mapping[str, Any])
       UserError: if there is no such protocol, or the settings cannot be.
     """
     declarations, sourced = experiment.declarations(), experiment.values(protocol)
-    _check_protocol(experiment, protocol, sourced)
+    _check_protocol(experiment, protocol, sourced, overrides)
     for name, value in overrides.items():
         if name not in declarations:
             raise UserError(f"--{name.rstrip('_')} is not for {experiment.name}: {_NO_SETTING}")
@@ -98,16 +98,15 @@ def resolve(experiment: Experiment, protocol: str, overrides: Mapping[str, Any])
     cells = experiment.protocols[protocol].cells
     decided_names = getattr(experiment.settings, "decides", ())
     settings |= _cell_settings(cells, settings, overrides, decided_names)
-    task_class = experiment.task()
-    if task_class.name != experiment.name and not experiment.study:
+    task = _fill(experiment.task(), settings)
+    if task.name != experiment.name and not experiment.study:
         raise UserError(
-            f"the experiment {experiment.name} has a task of the name {task_class.name}: they must "
-            "be the same."
+            f"the experiment {experiment.name} has a task of the name {task.name}: they must be "
+            "the same."
         )
-    task = _fill(task_class, settings)
     task.check()
     settings = in_steps(task, settings, overrides)
-    _check_effect(overrides, settings, declarations)
+    _check_effect(overrides, settings, declarations, sourced)
     config = Config(
         protocol=protocol,
         overrides=dict(overrides),
@@ -121,19 +120,26 @@ def resolve(experiment: Experiment, protocol: str, overrides: Mapping[str, Any])
 
 
 def _check_protocol(
-    experiment: Experiment, protocol: str, sourced: Mapping[str, fields.Sourced]
+    experiment: Experiment,
+    protocol: str,
+    sourced: Mapping[str, fields.Sourced],
+    overrides: Mapping[str, Any],
 ) -> None:
     """Raises ``UserError`` on a setting that a protocol misspells, or that nothing gives."""
     names = [
         field.name for cls in (*_SHARED, experiment.settings) for field in dataclasses.fields(cls)
     ]
     known_names = {*names, *(field.name for field in dataclasses.fields(Passes))}
-    if unknown_names := [name for name in sourced if name not in known_names]:
+    unknown_names = [name for name in sourced if name not in known_names]
+    families = experiment.protocols[protocol].cells.values()
+    unknown_names += [name for cell in families for name in cell if name not in _OF_THE_CELL]
+    if unknown_names:
         raise UserError(
             f"the protocol {protocol} of {experiment.name} gives {' and '.join(unknown_names)}, "
             "which no setting is called."
         )
-    missing_names = [name for name in names if name not in sourced and name not in _OF_THE_CELL]
+    given_names = {*sourced, *overrides, *_OF_THE_CELL}
+    missing_names = [name for name in names if name not in given_names]
     if missing_names:
         missing = " and no ".join(missing_names)
         raise UserError(
@@ -149,8 +155,9 @@ def _check_effect(
     overrides: Mapping[str, Any],
     settings: Mapping[str, Any],
     declarations: Mapping[str, Setting],
+    sourced: Mapping[str, fields.Sourced],
 ) -> None:
-    fields.check_effect(overrides, settings, declarations)
+    fields.check_effect(overrides, settings, declarations, sourced)
     for name in ("detach_state", "detach_query"):
         if overrides.get(name) and not (settings["detach_prob"] or settings["damp_prob"]):
             raise UserError(f"--{name} has no effect without --detach_prob or --damp_prob.")

@@ -45,7 +45,7 @@ class Row(NamedTuple):
 def write(runs: Sequence[Run]) -> str:
     """Prints the table, and writes ``sweep.md``, ``sweep.json`` and ``sweep.png`` beside the runs.
 
-    Reports on runs that are none of these are kept under other names, ``sweep-1.md`` and so on.
+    Reports on other runs than these are kept under other names, ``sweep-1.md`` and so on.
 
     Returns:
       The table.
@@ -65,7 +65,7 @@ def write(runs: Sequence[Run]) -> str:
     ]
     table = tables.markdown(head, cells)
     say(f"\n{table}\n")
-    if not _runs_of(tables.read(directory / "sweep.json")) <= {str(run.workdir) for run in runs}:
+    if not _runs_of(tables.read(directory / "sweep.json")) <= {run.workdir.name for run in runs}:
         tables.set_aside([directory / name for name in NAMES])
     tables.write(directory / "sweep.md", table + "\n")
     content = {
@@ -82,9 +82,9 @@ def write(runs: Sequence[Run]) -> str:
 
 
 def _runs_of(content: Any) -> set[str]:
-    """The workdirs of the runs that a ``sweep.json`` reports on; none if it is damaged."""
+    """The folders of the runs that a ``sweep.json`` reports on; none if it is damaged."""
     try:
-        return {workdir for row in content.values() for workdir in row["runs"]}
+        return {Path(workdir).name for row in content.values() for workdir in row["runs"]}
     except (AttributeError, KeyError, TypeError):
         return set()
 

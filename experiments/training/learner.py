@@ -94,7 +94,8 @@ class Learner:
         if {*sets} not in _SETS:
             raise ValueError(
                 f"the task {self.task.name} has evaluation sets of the names "
-                f"{' and '.join(sets) or 'none'}: it may have held_out, or validation and test."
+                f"{' and '.join(sets) or 'none'}: it may have held_out alone, validation alone, or "
+                "validation and test."
             )
         self.watched = "validation" if "validation" in sets else "held_out"
         self.reported = "test" if "test" in sets else self.watched
@@ -242,8 +243,6 @@ class Learner:
             + state_bytes,
         }
         lower = "--batch_size, --length, --hidden_size or --seeds"
-        if self.mesh.platform == "cpu" and self.mesh.own_devices > 1:
-            lower += ", or give --mesh=data:1: devices of a CPU share its memory"
         memory.check(needed_bytes, self.mesh.platform, self.mesh.own_devices, lower)
 
     def check(self) -> None:

@@ -491,16 +491,17 @@ def _summary_lines(config: Config, summary: dict[str, Any]) -> list[str]:
             f"{scored_on} {metric.name}: {value} ({metric.baseline_name} {metric.baseline:.4g}; "
             f"seed {run['seed']}, learning rate {run['learning_rate']:g})"
         )
-    each, of_all = (" each", f" of all {len(runs)}") if len(runs) > 1 else ("", "")
+    each, together = (" each", f" of all {len(runs)} together") if len(runs) > 1 else ("", "")
     lines.append(
         f"{summary['steps']} steps, {summary['examples']} examples{each}, "
         f"{summary['seconds']:.0f} s of training on {summary['device']}"
     )
     if "steps_per_second" in summary:
         unit = config.task.unit
+        rate = summary[f"{unit}_per_second"]
         lines.append(
-            f"{summary['steps_per_second']:.4g} steps and {summary[f'{unit}_per_second']:,.0f} "
-            f"{unit} a second{of_all}, {summary['share_outside_programs']:.1%} of the time outside "
+            f"{summary['steps_per_second']:.4g} steps a second, {rate:,.0f} {unit}{together}, "
+            f"{summary['share_outside_programs']:.1%} of the time outside "
             "of compiled programs"
         )
     return lines

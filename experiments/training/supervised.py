@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.machine.mesh import Rows
+from experiments.settings.errors import UserError
 from experiments.training.task import Apply, BaseTask, Fresh, Outcome, Resident, Total
 
 _EVALUATION_ROWS = 256  # most examples that a device evaluates at a time, and
@@ -101,7 +102,7 @@ class SupervisedTask(BaseTask, abc.ABC):
         metrics = task.metrics if type(self).scores is BaseTask.scores else ()
         for name in ("loss", *(metric.name for metric in metrics)):
             if name not in scores:
-                raise ValueError(
+                raise UserError(
                     f"the score of the task {task.name} has no {name!r}, it has "
                     f"{' and '.join(scores) or 'nothing'}."
                 )

@@ -63,6 +63,7 @@ def _evaluate(flag_values: dict[str, Any]) -> None:
     finished = study.finished_runs(workdirs)
     configs = [run.config for run in finished.values()]
     study.check(configs, delays)
+    study.check_memory(configs, delays)
     default = runs.directory(TRANSFER_COPY.name, "finished", configs)
     study.evaluate(finished, delays, Path(flag_values.get("workdir", default)))
 
@@ -93,6 +94,7 @@ def _train(flag_values: dict[str, Any]) -> None:
     if request.compile_for:
         print(runs.compiled(configs, request.compile_for))
         return
+    study.check_memory(list(configs.values()), delays)
     default = runs.directory(TRANSFER_COPY.name, request.protocol, list(configs.values()))
     directory = Path(request.workdir or default)
     study.run(configs, delays, directory, request.profile, request.storage)

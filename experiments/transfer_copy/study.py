@@ -64,19 +64,31 @@ def _label(config: Config) -> str:
 
 
 def check(configs: Sequence[Config], delays: Sequence[int]) -> None:
-    """Refuses runs and delays that cannot be, before anything is trained.
+    """Refuses delays that cannot be.
 
     Args:
       configs: of copy runs.
       delays: at evaluation; see ``evaluate``.
 
     Raises:
-      UserError: if a delay is out of range, or needs more memory than there is.
+      UserError: if a delay is out of range.
+    """
+    dataclasses.replace(COPY.declarations()["length"], name="delays", several=True).check(
+        _delays(configs, delays)
+    )
+
+
+def check_memory(configs: Sequence[Config], delays: Sequence[int]) -> None:
+    """Refuses runs and delays that need more memory than there is, before anything is trained.
+
+    Args:
+      configs: of copy runs.
+      delays: at evaluation; see ``evaluate``.
+
+    Raises:
+      UserError: if they do.
     """
     chosen_delays = _delays(configs, delays)
-    dataclasses.replace(COPY.declarations()["length"], name="delays", several=True).check(
-        chosen_delays
-    )
     for config in configs:
         Learner(config).check_memory()
         try:
@@ -187,10 +199,10 @@ def evaluate(
 def _asked(results: Any) -> Any:
     """The runs and delays that results are of; None if they are none."""
     try:
-        return {
-            label: (result["run"]["identity"], result["run"]["steps"], list(result["accuracy"]))
-            for label, result in results.items()
-        }
+        return [
+            (result["run"]["identity"], result["run"]["steps"], list(result["accuracy"]))
+            for result in results.values()
+        ]
     except (AttributeError, KeyError, TypeError):
         return None
 

@@ -61,8 +61,10 @@ def gate_means(
     """
 
     def mean(gate: jax.Array) -> jax.Array:
-        if valid is not None and valid.shape != (shape := gate.shape[: valid.ndim]):
-            raise ValueError(f"valid has the shape {valid.shape}; these gates need {shape}.")
+        if valid is not None:
+            shape = gate.shape[: valid.ndim]
+            if any(n not in (1, size) for n, size in zip(valid.shape, shape, strict=True)):
+                raise ValueError(f"valid has the shape {valid.shape}; these gates need {shape}.")
         mask = None if valid is None else expand(valid, gate)
         return jnp.mean(gate, axis=range(gate.ndim - 1), where=mask)
 

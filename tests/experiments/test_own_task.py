@@ -5,6 +5,8 @@ import pytest
 
 from experiments.copy.settings import COPY
 from experiments.copy.task import CopyTask
+from experiments.match.settings import MATCH
+from experiments.pixels.settings import PIXELS
 from experiments.settings.errors import UserError
 from experiments.settings.resolver import resolve
 from experiments.settings.sources import Sourced
@@ -61,6 +63,38 @@ def test_an_experiment_and_its_task_have_one_name():
         resolve(wrong, "small", {})
 
 
+def test_a_name_may_be_a_property():
+    named = type("Named", (CopyTask,), {"name": property(lambda self: "copy")})
+    assert resolve(COPY._replace(task=lambda: named), "small", {}).task.name == "copy"
+
+
+def test_what_a_protocol_leaves_open_may_be_given():
+    assert (
+        resolve(with_protocol(clip_norm=None), "small", {"clip_norm": 2.0}).training.clip_norm == 2
+    )
+
+
+def test_a_cell_has_settings_of_the_names_that_are_known():
+    experiment = with_protocol()
+    cells = {"gato": {}, "*": {"forget_bais": Sourced(1.0, "ours")}}
+    protocol = experiment.protocols["small"]._replace(cells=cells)
+    with pytest.raises(UserError, match="of copy gives forget_bais, which no setting is called"):
+        resolve(experiment._replace(protocols={"small": protocol}), "small", {})
+
+
+@pytest.mark.parametrize(
+    ("experiment", "settings"),
+    [
+        (MATCH, {"challenge": "t_maze", "channels": (), "shuffled": False}),  # its default is True
+        (MATCH, {"challenge": "t_maze", "channels": (), "apples": 0}),
+        (PIXELS, {"data_dir": None}),
+        (COPY, {"momentum": 0.0}),
+    ],
+)
+def test_what_has_no_effect_may_be_turned_off(experiment, settings):
+    resolve(experiment, "small", settings)
+
+
 def test_sets_have_the_names_that_training_knows():
     class Wrong(RaggedTask):
         def held_out(self, data, devices):
@@ -76,6 +110,7 @@ def test_a_score_has_the_loss_and_every_metric(names):
         def score(self, outputs, batch):
             return {name: jnp.zeros(batch.inputs.shape[1]) for name in names}
 
-    learner = Learner(resolve(COPY._replace(task=lambda: Wrong), "small", {}))
-    with pytest.raises(ValueError, match=r"^the score of the task copy has no '[a-z_]+', it has "):
+    settings = {"cell": "lstm", "backend": "fused"}  # which is not why
+    learner = Learner(resolve(COPY._replace(task=lambda: Wrong), "small", settings))
+    with pytest.raises(UserError, match=r"^the score of the task copy has no '[a-z_]+', it has "):
         learner.check()

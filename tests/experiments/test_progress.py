@@ -23,6 +23,7 @@ from experiments.records.reporting import Progress
 from experiments.records.workdir import read_rows
 from experiments.settings.errors import StorageError, UserError
 from experiments.training import loop
+from experiments.training.learner import Learner
 from tests.experiments.support import tiny
 
 pytestmark = pytest.mark.usefixtures("learners")
@@ -128,7 +129,7 @@ def test_examples_are_those_of_each_seed_and_rates_those_of_all(tmp_path, capsys
     summary = loop.run(tiny(seeds=2), tmp_path)
     printed = capsys.readouterr().out
     assert "4 steps, 32 examples each, " in printed
-    assert re.search(r"^\S+ steps and \S+ examples a second of all 2, ", printed, re.M)
+    assert re.search(r"^\S+ steps a second, \S+ examples of all 2 together, ", printed, re.M)
     both = summary["examples_per_second"] / summary["steps_per_second"]
     np.testing.assert_allclose(both, 2 * 8, rtol=1e-6)
 
@@ -137,8 +138,23 @@ def test_devices_of_a_cpu_share_its_memory(monkeypatch):
     monkeypatch.setattr(memory, "_available", lambda platform: 100.0)
     memory.check({"the data": 40}, "cpu", 2, "--batch_size")
     memory.check({"the data": 60}, "gpu", 2, "--batch_size")
-    with pytest.raises(UserError, match="most of it is for the data; lower --batch_size"):
+    with pytest.raises(
+        UserError, match="for the data; lower --batch_size, or take one device, XLA"
+    ):
         memory.check({"the data": 60}, "cpu", 2, "--batch_size")
+    with pytest.raises(UserError, match=r"for the data; lower --batch_size\.$"):
+        memory.check({"the data": 101}, "cpu", 2, "--batch_size")
+
+
+def test_a_run_counts_the_devices_that_it_uses(monkeypatch):
+    counts = []
+    monkeypatch.setattr(memory, "check", lambda *arguments: counts.append(arguments[2]))
+    learner = Learner(tiny())
+    learner.check_memory()
+    assert counts == [len(jax.devices())] == [learner.mesh.own_devices]
+    monkeypatch.setattr(type(learner.mesh), "own_devices", 3)
+    learner.check_memory()
+    assert counts[1:] == [3]
 
 
 def test_a_trace_on_a_full_disk_is_one_sentence(tmp_path, monkeypatch):

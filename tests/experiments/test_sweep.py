@@ -135,7 +135,7 @@ def finish(run, watched, value):
     (run.workdir / "summary.json").write_text(json.dumps(summary))
 
 
-def test_a_report_on_other_runs_is_kept(tmp_path):
+def test_a_report_on_other_runs_is_kept(tmp_path, monkeypatch):
     """Two files of one name, or a file that asks for something else now."""
     first = plan.read(sweep_file(tmp_path), tmp_path / "runs")
     for run in first:
@@ -151,6 +151,10 @@ def test_a_report_on_other_runs_is_kept(tmp_path):
     assert (folder / "sweep-1.md").read_text() == kept
     assert (folder / "sweep-1.json").exists()
     report.write(first)  # has all runs of the report before: it takes its place
+    assert not list(folder.glob("sweep-2.*"))
+    monkeypatch.chdir(tmp_path)
+    same = plan.read(sweep_file(tmp_path), Path("runs"))  # by another name of the directory
+    report.write(same)
     assert not list(folder.glob("sweep-2.*"))
     report.write(gru_runs)
     assert (folder / "sweep-2.md").read_text() == kept

@@ -112,3 +112,9 @@ def _run(command, devices):
     return subprocess.run(
         command, cwd=ROOT, env=environment(devices), capture_output=True, text=True, check=False
     )
+
+
+def one_sentence(error):
+    """Whether what was raised says one sentence."""
+    text = str(error.value)
+    return "\n" not in text and text.endswith(".")
